@@ -4,5 +4,5 @@ Each experiment is the module of its name (with `_` for `-`) and has an `EXPERIM
 that measures one run, and a conclusion from the rows of the table. A new one also takes an entry in
 `runner.experiment.EXPERIMENTS`. `runner/` does the rest: `experiment.py` defines an experiment, `comparison.py` how
 variants of a model are compared, `runner.py` runs them, `summary.py` turns runs into intervals and a verdict,
-`report.py` writes RESULTS.md, `fit.py` is the training loop. `theory/` holds the mathematics behind three of them.
+`report.py` writes RESULTS.md, `fit.py` is the training loop. `pages/` has measurements with a page of their own.
 """

@@ -49,20 +49,18 @@ def run(
     if name in PAGES:
         import_module(f"experiments.pages.{name.replace('-', '_')}").write(out / "results", size, seeds)
         return
-    missing, jobs = [], jobs or default_jobs()
     if name == "report":
         rebuild_results(out)
-    else:
-        chosen = [*EXPERIMENTS] if name == "all" else [name]
-        parts = _parts(only or [])
-        with nullcontext() if jobs == 1 else workers(jobs) as executor:
-            for each in chosen:
-                try:
-                    experiment = find_experiment(each)
-                    conclusion = run_experiment(experiment, size, out, seeds, parts, executor=executor)
-                    print(f"{each}: {conclusion}")
-                except (MissingDataError, ImportError) as error:
-                    missing.append(f"{each}: {error}")
+        print(f"written: {write_report(out)}")
+        return
+    missing, parts, jobs = [], _parts(only or []), jobs or default_jobs()
+    with nullcontext() if jobs == 1 else workers(jobs) as executor:
+        for each in EXPERIMENTS if name == "all" else [name]:
+            try:
+                conclusion = run_experiment(find_experiment(each), size, out, seeds, parts, executor=executor)
+                print(f"{each}: {conclusion}")
+            except (MissingDataError, ImportError) as error:
+                missing.append(f"{each}: {error}")
     print(f"written: {write_report(out)}")
     if missing:
         raise RequestError("not run: " + "; ".join(missing))
@@ -83,11 +81,7 @@ app.command()(run)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run an experiment and exit: 0, or 2 after a user's mistake.
-
-    Args:
-        arguments: the arguments after `python -m experiments`; None: those of the process.
-    """
+    """Run an experiment and exit: 0, or 2 after a user's mistake."""
     try:
         app(arguments, prog_name="python -m experiments")
     except (RequestError, MissingDataError) as error:

@@ -54,29 +54,31 @@ class Curve:
         return float("inf")
 
 
-def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: int, dropout: float) -> GPT2Config:
-    """The config of a small GPT-2 without special tokens."""
-    sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: int) -> GPT2Config:
+    """The config of a small GPT-2 without special tokens and dropout."""
+    sizes: dict[str, Any] = {"n_positions": positions, "n_embd": width, "n_layer": layers, "n_head": heads}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     # GPT-2's own function, in one kernel.
-    options = {"activation_function": "gelu_pytorch_tanh", "bos_token_id": None, "eos_token_id": None}
-    return GPT2Config(**sizes, **rates, **options)  # type: ignore[arg-type]
+    activation = "gelu_pytorch_tanh"
+    return GPT2Config(
+        vocab_size=vocab_size, **sizes, activation_function=activation, bos_token_id=None, eos_token_id=None
+    )
+
+
+def small_llama(
+    vocab_size: int, positions: int, width: int, feed_forward: int, layers: int, heads: int, *, tied: bool
+) -> LlamaForCausalLM:
+    """A Llama with random weights, without special tokens."""
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "max_position_embeddings": positions, "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, bos_token_id=None, eos_token_id=None))
 
 
 def build(family: str, shape: Shape) -> PreTrainedModel:
     """A byte-level model with random weights: `gpt2` (learned positions) or `llama` (rotary positions)."""
     if family == "llama":
-        sizes: dict[str, Any] = {
-            "hidden_size": shape.width,
-            "intermediate_size": 4 * shape.width,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads,
-            "max_position_embeddings": shape.block,
-        }
-        options: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **options))
-    model = GPT2LMHeadModel(small_gpt2(256, shape.block, shape.width, shape.layers, shape.heads, 0.0))
+        return small_llama(256, shape.block, shape.width, 4 * shape.width, shape.layers, shape.heads, tied=True)
+    model = GPT2LMHeadModel(small_gpt2(256, shape.block, shape.width, shape.layers, shape.heads))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that the class name does not tell the loss
     return model
 
@@ -97,11 +99,10 @@ def train_on_bytes(
     seed: int,
     schedule: str = "constant_with_warmup",
 ) -> Curve:
-    """Train, and score the model `evaluations` times, evenly spread.
+    """Train, and score the model `evaluations` times, evenly spread. `seed` shuffles the blocks.
 
-    AdamW, weight decay 0.01 on matrices. The learning rate is constant after a warm-up over a twentieth of the steps,
-    so that the curve does not depend on the number of steps; with the schedule "warmup_stable_decay" it falls to 0
-    over the last fifth of the steps, linearly. `seed` shuffles the blocks.
+    The learning rate is constant after a warm-up over a twentieth of the steps, so that the curve does not depend on
+    the number of steps; with the schedule "warmup_stable_decay" it falls linearly to 0 over the last fifth.
     """
     optimizer = adamw(model, learning_rate)
     decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None

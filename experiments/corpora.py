@@ -43,9 +43,6 @@ def read_corpus(corpus: str, train_bytes: int, eval_bytes: int, block: int) -> P
     """At most `train_bytes` of a text to train on, and `eval_bytes` of other text to score, in blocks of bytes.
 
     The corpus is `enwik8` (a prefix of it), `wikitext-2` or `python` (source code of the standard library).
-
-    Raises:
-        MissingDataError: the data is missing.
     """
     sizes = {"block_size": block, "max_train_bytes": train_bytes, "max_eval_bytes": eval_bytes}
     return prepare_language_modeling(_config(_files(corpus), **sizes), None)
@@ -62,9 +59,6 @@ def read_splits(corpus: str) -> dict[str, bytes]:
     """The text of each split: of a corpus, of `text8` (made from the prefix of enwik8), or functions in random order.
 
     Functions are those of `c` (Devign) and `python functions` (the standard library).
-
-    Raises:
-        MissingDataError: the data is missing.
     """
     if corpus in ("c", "python functions"):
         functions = read_devign() if corpus == "c" else load_python_defects(max_characters=LONGEST_FUNCTION)
@@ -107,9 +101,6 @@ def read_devign(most: int | None = None) -> dict[str, list[Example]]:
     """The functions of each split, of those to train on at most so many, chosen at random.
 
     Training functions that are duplicates or occur in another split are left out.
-
-    Raises:
-        MissingDataError: the data is missing.
     """
     files = {f"{split}_file": str(data_file(f"devign/{name}.jsonl.xz")) for split, name in WIKITEXT.items()}
     return load_defect_data(DefectDataConfig(max_train_samples=most, **files))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from experiments import byte_models, language_model, recall
 from experiments.byte_models import SHAPES, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.forms import FormHeads
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Comparison, all_measured, difference
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import count_parameters, default_device
 from experiments.runner.summary import Conclusion, Rows, Settings, Values
@@ -149,14 +149,13 @@ def measure(settings: Settings) -> Values:
     return {SCORE: byte_models.bits_per_byte(model, validation)}
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """Scores of a candidate, alone and relative to the plain model."""
-    columns = {name: case.values(arm, name) for name in (SCORE, "learning_rate")}
-    return columns if arm == "plain" else columns | {OVER_PLAIN: case.differences(arm, "plain", SCORE)}
-
-
 COMPARISON = Comparison(
-    ("task",), ("plain",), lambda run: float(run.values[SCORE]), make_columns, SCORE, "score, lower is better"
+    ("task",),
+    ("plain",),
+    lambda run: float(run.values[SCORE]),
+    {**all_measured(SCORE, "learning_rate"), OVER_PLAIN: difference(CANDIDATES.keys() - {"plain"}, "plain", SCORE)},
+    shown=SCORE,
+    label="score, lower is better",
 )
 
 

@@ -30,8 +30,7 @@ PERIODS = {"ETTh1": 24, "seasonal-24": 24, "ETTh2": 24, "ETTm1": 96, "WTH": 24}
 TEXTS = ("enwik8", "text8", "wikitext-2", "python")
 SOURCES: dict[Size, tuple[str, ...]] = {
     "toy": ("seasonal-24", "python"),
-    "quick": ("ETTh1", "ETTh2", "ETTm1", "WTH", *TEXTS),
-    "full": ("ETTh1", "ETTh2", "ETTm1", "WTH", *TEXTS),
+    **dict.fromkeys(("quick", "full"), ("ETTh1", "ETTh2", "ETTm1", "WTH", *TEXTS)),
 }
 BYTES: dict[Size, int] = {"toy": 2_000, "quick": 20_000, "full": 400_000}
 MAX_LAG: dict[Size, int] = {"toy": 80, "quick": 250, "full": 512}
@@ -46,26 +45,16 @@ ERRORS = 5.0
 FLOOR = 0.05  # minimum height of the highest peak
 
 
-def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -> Tensor:
-    """Autocorrelation of a series, r_τ = Σ_t (x_t − x̄)(x_{t+τ} − x̄) / Σ_t (x_t − x̄)², averaged over its variables.
+def autocorrelation(series: Tensor, max_lag: int) -> Tensor:
+    """Autocorrelation of the differences of a series, r_τ = Σ_t (x_t − x̄)(x_{t+τ} − x̄) / Σ_t (x_t − x̄)².
 
-    Args:
-        series: shape [T] or [T, N]; constant variables are left out.
-        max_lag: the largest τ.
-        differenced: use x_t − x_{t−1}. A trend or a slow wave makes all autocorrelations large and moves the peaks.
-
-    Returns:
-        r_0 … r_max_lag, shape [max_lag + 1], float64.
-
-    Raises:
-        ValueError: invalid lag, or an entry that is not finite.
+    A trend or a slow wave would make all autocorrelations of the series itself large and move the peaks. From [T] or
+    [T, N] to r_0 … r_max_lag, [max_lag + 1], float64, averaged over the variables that are not constant.
     """
     x = series.detach().double().reshape(len(series), -1)
     if not bool(x.isfinite().all()):
         raise ValueError("series has entries that are not finite. Fill the gaps first.")
-    if differenced:
-        x = x.diff(dim=0)
-    _check_lag(max_lag, len(x))
+    x = x.diff(dim=0)
     x = x - x.mean(0)
     # Padded, so that the end of the series does not wrap to its beginning.
     spectrum = torch.fft.rfft(x, n=2 * len(x), dim=0).abs().square()
@@ -74,52 +63,35 @@ def autocorrelation(series: Tensor, max_lag: int, *, differenced: bool = True) -
     return found
 
 
-def recurrence_rate(tokens: Tensor, max_lag: int) -> Tensor:
-    """Share of recurrent points on diagonal τ of the recurrence plot, from [T] to [max_lag + 1], float64."""
-    _check_lag(max_lag, len(tokens))
-    T = len(tokens)
-    return torch.stack([(tokens[lag:] == tokens[: T - lag]).double().mean() for lag in range(max_lag + 1)])
-
-
 def token_autocorrelation(tokens: Tensor, max_lag: int) -> Tensor:
     """Autocorrelation of tokens [T] as one-hot vectors: the recurrence rate above chance, at most 1.
 
-    It is (rate − chance) / (1 − chance), where chance is Σ p² over the tokens' frequencies; [max_lag + 1], float64.
+    It is (rate − chance) / (1 − chance): rate is the share of recurrent points on diagonal τ of the recurrence plot,
+    chance Σ p² over the tokens' frequencies; [max_lag + 1], float64.
     """
-    frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / len(tokens)
+    T = len(tokens)
+    rates = torch.stack([(tokens[lag:] == tokens[: T - lag]).double().mean() for lag in range(max_lag + 1)])
+    frequencies: Tensor = tokens.unique(return_counts=True)[1].double() / T
     chance = frequencies.square().sum()
-    return (recurrence_rate(tokens, max_lag) - chance) / (1 - chance)
+    return (rates - chance) / (1 - chance)
 
 
 def suggested_dilation(series: Tensor, max_lag: int | None = None) -> int | None:
-    """The dilation factor d that a series suggests: the first dominant peak of its differences' autocorrelation.
+    """The dilation factor d that a series [T] or [T, N] suggests, at most `max_lag`; None if nothing repeats.
 
-    A peak is dominant if it lies after the first zero crossing, is at least half as high as the highest peak there (a
-    period also peaks at its multiples, sometimes higher), is significant by Bartlett's formula, and repeats at
-    2d … 4d with lower values between. The zero crossing excludes the shoulder of a slow wave at lag 2 or 3: noise on
-    such a wave makes the first autocorrelation of its differences negative. Since the top of a wave is flat, d is the
-    lag of the peak whose multiples are highest on average.
-
-    Args:
-        series: shape [T] or [T, N]; autocorrelations are averaged over variables.
-        max_lag: largest d; default: a quarter of T, at most 512.
-
-    Returns:
-        d, or None if nothing repeats.
-
-    Raises:
-        ValueError: as `autocorrelation`.
+    It is the first dominant peak of the differences' autocorrelation: one that lies after the first zero crossing, is
+    at least half as high as the highest peak there (a period also peaks at its multiples, sometimes higher), is
+    significant by Bartlett's formula, and repeats at 2d … 4d with lower values between. The zero crossing excludes the
+    shoulder of a slow wave at lag 2 or 3: noise on such a wave makes the first autocorrelation of its differences
+    negative. Since the top of a wave is flat, d is the lag of the peak whose multiples are highest on average.
     """
-    max_lag = min(LONGEST, len(series) // 4) if max_lag is None else max_lag
+    max_lag = max_lag or min(LONGEST, len(series) // 4)
     return _first_dominant_peak(autocorrelation(series, max_lag), len(series))
 
 
 def suggested_token_dilation(tokens: Tensor, max_lag: int | None = None) -> int | None:
-    """The dilation factor d that tokens [T] suggest: the first dominant diagonal of their recurrence plot, or None.
-
-    The largest d is max_lag, by default a quarter of T, at most 512.
-    """
-    max_lag = min(LONGEST, len(tokens) // 4) if max_lag is None else max_lag
+    """The dilation factor d that tokens [T] suggest: the first dominant diagonal of their recurrence plot, or None."""
+    max_lag = max_lag or min(LONGEST, len(tokens) // 4)
     return _first_dominant_peak(token_autocorrelation(tokens, max_lag), len(tokens))
 
 
@@ -152,11 +124,6 @@ def _comes_again(values: Sequence[float], peak: int) -> bool:
     return fmean(multiples) >= AGAIN * values[peak] and between < SHARE * min(values[peak], multiples[0])
 
 
-def _check_lag(max_lag: int, length: int) -> None:
-    if not 1 <= max_lag < length:
-        raise ValueError(f"max_lag={max_lag}: a lag from 1 to {length - 1}, one less than there are steps, is needed.")
-
-
 # --- the experiment ------------------------------------------------------------
 
 
@@ -164,13 +131,9 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Each source as a whole, and in as many pieces as seeds."""
     amount = {"bytes": BYTES[size] * seeds}
     return [
-        {
-            "source": source,
-            "max_lag": MAX_LAG[size],
-            **(amount if source in TEXTS else {}),
-            "pieces": pieces,
-            "seed": piece,
-        }
+        {"source": source, "max_lag": MAX_LAG[size]}
+        | (amount if source in TEXTS else {})
+        | {"pieces": pieces, "seed": piece}
         for source in SOURCES[size]
         for pieces in dict.fromkeys((1, seeds))
         for piece in range(pieces)
@@ -213,12 +176,10 @@ def conclude(rows: Rows) -> Conclusion:
     series = [source for source in PERIODS if rows.find("as expected", source=source)]
     findings = []
     for source in series:
-        text = f"{source} suggests {_d(rows.mean('suggested d', source=source, pieces=1))} "
-        text += f"(a day is {PERIODS[source]} steps)"
-        for row in rows.find("as expected", source=source):
-            if row.settings["pieces"] != 1:
-                text += f"; {round(row.mean * row.seeds)} of {row.seeds} pieces suggest a day"
-        findings.append(text)
+        d = _d(rows.mean("suggested d", source=source, pieces=1))
+        findings.append(f"{source} suggests {d} (a day is {PERIODS[source]} steps)")
+        for row in rows.find("as expected", source=source)[1:]:
+            findings[-1] += f"; {round(row.mean * row.seeds)} of {row.seeds} pieces suggest a day"
     for row in rows.find("suggested d", pieces=1):
         if row.settings["source"] in TEXTS:
             why = "every diagonal is denser than chance, and none stands out"
@@ -228,15 +189,13 @@ def conclude(rows: Rows) -> Conclusion:
                     f"after it the densest is {100 * rows.mean(PEAK, **row.settings):.1f} % above chance"
                 )
             findings.append(f"the recurrence plot of {row.settings['source']} suggests {_d(row.mean)}: {why}")
-    first = rows.find("as expected", source=series[0])
-    right, count = sum(round(row.mean * row.seeds) for row in first), sum(row.seeds for row in first)
-    sentence = f"{series[0]} suggests a day as d in {right} of {count} cases: as a whole"
+    right, count = rows.find("as expected", source=series[0]).counts()
+    verdict: Verdict = "confirmed" if right == count else "not confirmed"
+    which = "as a whole, and in pieces."
     if count == 1:
-        sentence += " only. Pieces need more than one seed."
-        verdict: Verdict = "not measurable at this size" if right else "not confirmed"
-    else:
-        sentence += ", and in pieces."
-        verdict = "confirmed" if right == count else "not confirmed"
+        which = "as a whole only. Pieces need more than one seed."
+        verdict = "not measurable at this size" if right else "not confirmed"
+    sentence = f"{series[0]} suggests a day as d in {right} of {count} cases: {which}"
     return Conclusion(verdict, f"{series[0]} suggests a day in {right} of {count} cases", sentence, tuple(findings))
 
 

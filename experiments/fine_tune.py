@@ -1,14 +1,13 @@
 """Fine-tuning: pretrained models with RSA heads against the same models without.
 
-With the first seed every variant is trained at every learning rate, and with the other seeds at the one with the best
-validation score, with early stopping; test scores are compared. The quick size has a small byte-level Llama that is
-first trained on enwik8; the full size has SmolLM2, on 1 % of the data. Defect detection with these heads is in the
-experiment `calibrate`, beside the heads that it chooses.
+Test scores are compared, with early stopping by the validation score. The quick size has a small byte-level Llama that
+is first trained on enwik8; the full size has SmolLM2, on 1 % of the data. Defect detection is in `calibrate`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from experiments.pretrained import load_pretrained
 from experiments.pretrained_tasks import Task, text_task
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Column, Comparison, all_measured, compared, measured
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, evaluation_steps, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
@@ -36,11 +35,7 @@ NAMES = ("model", "task", "batch", "length", "most", "scored", "evaluations", "p
 Plan = tuple[tuple[Any, ...], tuple[float, ...], dict[float, int]]
 PLANS: dict[Size, Plan] = {
     "toy": (("llama-0.03M", "c", 8, 64, 20_000, 2_000, 2, 30), (1e-2,), {1.0: 30}),
-    "quick": (
-        ("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400),
-        (3e-3, 1e-2),
-        {0.01: 60, 0.1: 60, 1.0: 60},
-    ),
+    "quick": (("llama-0.1M", "c", 8, 128, 200_000, 8_000, 4, 400), (3e-3, 1e-2), dict.fromkeys((0.01, 0.1, 1.0), 60)),
     "full": (("smollm2", "wikitext-2", 2, 256, ALL, 20_000, 2, 0), (1e-4, 3e-4, 1e-3), {0.01: 50}),
 }
 
@@ -77,35 +72,20 @@ def fine_tune(
 ) -> dict[str, Any]:
     """Train with AdamW and report the test score where validation was best, the start included; less is better.
 
-    The learning rate warms up over a tenth of the steps and falls linearly to 0. Evaluations are evenly spread, after
-    one before the first step. `batch` rows make a step, and `seed` shuffles them.
-
-    Returns:
-        The test scores at the best step and before the first one, the best validation score and its step; then the
-        validation scores, the first before training, and their steps.
+    Evaluations are evenly spread, after one before the first step. `batch` rows make a step; `seed` shuffles them.
     """
     optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
     marks = evaluation_steps(steps, evaluations)
-    start = best_test = task.score(model, "test")
-    scores, best_step = {0: task.score(model, "validation")}, 0
+    test, validation = task.score(model, "test"), task.score(model, "validation")
+    best = {task.measure: test, "before training": test, "validation": validation, "best step": 0.0}
 
     def evaluate(step: int, _: Tensor) -> None:
-        nonlocal best_step, best_test
-        if step in marks:
-            scores[step] = task.score(model, "validation")
-            if scores[step] < scores[best_step]:
-                best_step, best_test = step, task.score(model, "test")
+        if step in marks and (score := task.score(model, "validation")) < best["validation"]:
+            best.update({task.measure: task.score(model, "test"), "validation": score, "best step": float(step)})
 
     loss = batch_loss(model, task.rows, batch, seed, task.collate)
     fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
-    return {
-        task.measure: best_test,
-        "before training": start,
-        "validation": scores[best_step],
-        "best step": float(best_step),
-        "steps scored": [float(step) for step in scores],
-        "validation scores": [*scores.values()],
-    }
+    return best
 
 
 # --- results ------------------------------------------------------------------------------------------------------
@@ -115,25 +95,10 @@ BITS = "bits per byte"
 GAIN = "gain"  # over the plain model, fewer bits per byte
 OVER_NO_RECURRENCE = f"gain over {NO_RECURRENCE}"
 TRAINED_ON = "tokens trained on, at most"
-GAIN_BEFORE = "gain before training"  # negative: the cost of adding RSA heads
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """All scores of a variant, and its gains over the others."""
-    columns = case.numbers(arm)
-    columns[TRAINED_ON] = [
-        math.prod(r.settings[name] for name in ("steps", "batch", "length")) for r in case.runs[arm]
-    ]
-    columns["seconds"] = [run.seconds for run in case.runs[arm]]
-
-    def gain(other: str, name: str = BITS) -> list[float]:
-        return case.compare(arm, other, lambda run, against: against.values[name] - run.values[name])
-
-    if arm != PLAIN:
-        columns[GAIN], columns[GAIN_BEFORE] = gain(PLAIN), gain(PLAIN, "before training")
-    if arm == RSA and NO_RECURRENCE in case.runs:
-        columns[OVER_NO_RECURRENCE] = gain(NO_RECURRENCE)
-    return columns
+def _gain(arms: Collection[str], rival: str, name: str = BITS) -> Column:
+    return compared(arms, rival, lambda run, other: other.values[name] - run.values[name])
 
 
 # Learning rates are never chosen by the test score.
@@ -141,10 +106,20 @@ COMPARISON = Comparison(
     GROUP,
     (PLAIN, RSA),
     lambda run: float(run.values["validation"]),
-    make_columns,
-    GAIN,
-    "gain over plain, bits per byte",
-    0,
+    {
+        **all_measured(BITS, "before training", "validation", "best step", "gate", "learning_rate"),
+        TRAINED_ON: lambda case, arm: [
+            math.prod(run.settings[name] for name in ("steps", "batch", "length")) for run in case.runs[arm]
+        ],
+        "seconds": measured("seconds"),
+        GAIN: _gain((RSA, NO_RECURRENCE), PLAIN),
+        # Negative: the cost of adding RSA heads.
+        "gain before training": _gain((RSA, NO_RECURRENCE), PLAIN, "before training"),
+        OVER_NO_RECURRENCE: _gain({RSA}, NO_RECURRENCE),
+    },
+    shown=GAIN,
+    label="gain over plain, bits per byte",
+    even=0,
 )
 
 
@@ -154,29 +129,27 @@ def conclude(rows: Rows) -> Conclusion:
     losses, without = gains.negated(), rows.find(OVER_NO_RECURRENCE).negated()
     sentence = (
         f"Fine-tuning with RSAConfig()'s defaults gains significantly over the same model without RSA in "
-        f"{losses.below(0)} of {len(gains)} cases and loses in {gains.below(0)}."
+        f"{losses.wins(0)} cases and loses in {gains.below(0)}."
     )
     if without:
-        count = f"{without.below(0)} of {len(without)}"
-        sentence += f" It gains significantly over the variant without recurrence in {count}."
-    findings = []
-    for row in gains:
-        tokens, (model, task, share) = rows.mean(TRAINED_ON, **row.settings), (row.settings[name] for name in GROUP)
-        text = f"{model}, {task}, {100 * share:g} %, {tokens:,.0f} tokens: {_gain_text(row)}"
-        for over in rows.find(OVER_NO_RECURRENCE, **row.settings):
-            text += f"; {_gain_text(over)} over no recurrence"
-        findings.append(text)
+        sentence += f" It gains significantly over the variant without recurrence in {without.wins(0)}."
     compared = Rows([*losses, *without])
     answer = "gain of RSAConfig(): " + ", ".join(
         f"{row.settings['model']} on {100 * row.settings['share']:g} % of {row.settings['task']} "
         f"{row.mean:+.3f} {BITS}"
         for row in gains
     )
-    return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
+    findings = tuple(_finding(rows, row) for row in gains)
+    return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), findings)
 
 
-def _gain_text(row: Row) -> str:
-    return f"{row.text('+.3f')} {BITS}"
+def _finding(rows: Rows, gain: Row) -> str:
+    model, task, share = gain.pick(GROUP).values()
+    tokens = rows.mean(TRAINED_ON, **gain.settings)
+    text = f"{model}, {task}, {100 * share:g} %, {tokens:,.0f} tokens: {gain.text('+.3f')} {BITS}"
+    for over in rows.find(OVER_NO_RECURRENCE, **gain.settings):
+        text += f"; {over.text('+.3f')} {BITS} over no recurrence"
+    return text
 
 
 EXPERIMENT = Experiment(

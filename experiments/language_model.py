@@ -1,12 +1,8 @@
 """Language modelling: Transformer-XL and the Block-Recurrent Transformer with and without RSA heads.
 
-Memory is carried along the text in training and evaluation. With the first seed all variants are trained at every
-learning rate; each is then trained with the other seeds at the rate that had the fewest bits per character on the
-validation text. The test text is reported. On bytes (enwik8), a character is a byte.
-
-The published models have 14 layers and were trained on 4.5 billion characters of the whole data sets. Here the text is
-a prefix of enwik8 of 4.15 MB, and text8 made from it, so only the differences that RSA makes can be compared. Configs
-for the published models and data are in configs/published.
+Memory is carried along the text in training and evaluation. Learning rates are chosen on the validation text, and the
+test text is reported. On bytes (enwik8), a character is a byte. The published models have 14 layers and were trained
+on the whole data sets, so only the differences that RSA makes can be compared; configs/published has their configs.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from experiments.byte_models import bits_per_byte
 from experiments.corpora import read_splits, text8_tokens
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Comparison, all_measured, difference, measured
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device, fit, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
@@ -30,16 +26,9 @@ from rsa_hf import param_groups
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS
 from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
 
-VARIANTS = ("plain", "rsa", NO_RECURRENCE)
 ARCHITECTURES = ("transformer-xl", "block-recurrent")
-GROUP = ("corpus", "architecture", "model", "steps")
-OVER_PLAIN, OVER_NO_RECURRENCE = "rsa − plain", f"rsa − {NO_RECURRENCE}"
-FURTHER = (HALF, PACE)
-FURTHER_OVER_PLAIN = "{} − plain"
+VARIANTS, FURTHER = ("plain", "rsa", NO_RECURRENCE), (HALF, PACE)
 TIME = "time of a step / plain"
-# Bits per character without and with RSA heads.
-PUBLISHED = {("enwik8", "block-recurrent"): (1.0746, 1.0683), ("text8", "block-recurrent"): (1.1652, 1.1625)}
-
 # One layer of the Block-Recurrent Transformer is recurrent and has no RSA heads. Transformer-XL normalises the input
 # of each block; the published models do not, and in so few steps then learn no more than the frequencies of symbols.
 SMALL = "small"
@@ -69,17 +58,10 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 def read_segments(
     corpus: str, length: int, batch: int, eval_bytes: int
 ) -> tuple[TrainingTracks, EvaluationSegments, EvaluationSegments, int]:
-    """Read a corpus, split 90 / 5 / 5 in order, in segments.
+    """A corpus in segments: tracks to train on, one for each row of a batch; validation and test text; and symbols.
 
-    Args:
-        corpus: `enwik8` (its prefix, bytes), `text8` (made from that prefix, 27 symbols) or `python` (source code of
-            the standard library, bytes, split by file).
-        length: of a segment.
-        batch: number of parallel tracks to train on, one for each row of a batch.
-        eval_bytes: maximum size of the validation text and of the test text.
-
-    Returns:
-        The tracks, the validation and the test text, and the number of symbols.
+    The corpus is `enwik8` (its prefix, bytes), `text8` (made from that prefix, 27 symbols) or `python` (source code of
+    the standard library, bytes). At most `eval_bytes` are scored of either text.
     """
     texts = read_splits(corpus)
 
@@ -97,22 +79,13 @@ def read_segments(
 
 def build(architecture: str, vocab_size: int, variant: str) -> PreTrainedModel:
     """A model with random weights."""
-    common = {
-        "vocab_size": vocab_size,
-        "d_model": WIDTH,
-        "n_head": HEADS,
-        "d_head": WIDTH // HEADS,
-        "d_inner": 2 * WIDTH,
-        "n_layer": LAYERS[architecture],
-        "dropout": 0.0,
-        "dropatt": 0.0,
-        "eos_token_id": None,
-    }
+    sizes: dict[str, Any] = {"d_model": WIDTH, "n_head": HEADS, "d_head": WIDTH // HEADS, "d_inner": 2 * WIDTH}
+    common = {**sizes, "vocab_size": vocab_size, "n_layer": LAYERS[architecture], "eos_token_id": None}
+    common |= {"dropout": 0.0, "dropatt": 0.0}
     if architecture == "transformer-xl":
-        config = AutoConfig.for_model(
-            "transfo-xl", **common, cutoffs=[], div_val=1, untie_r=False,
-            mem_len=SEGMENT, clamp_len=-1, same_length=False, pre_lnorm=True,
-        )  # fmt: skip
+        options = {"untie_r": False, "same_length": False, "pre_lnorm": True, "clamp_len": -1}
+        vocabulary: dict[str, Any] = {"cutoffs": [], "div_val": 1}
+        config = AutoConfig.for_model("transfo-xl", **common, **vocabulary, **options, mem_len=SEGMENT)
     else:
         # A window is shorter than a segment: an update of the states is learned only if a window follows it there.
         recurrence = {"window_size": SEGMENT // 2, "recurrent_layers": [1], "num_state_vectors": 8}
@@ -165,29 +138,28 @@ def measure(settings: Settings) -> Values:
     return values
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """Bits per character of a variant, and RSA's relative to the others."""
-    columns = {
-        "bits per character": case.values(arm, "test"),
-        "learning rate": case.values(arm, "learning_rate"),
-        "parameters": case.values(arm, "parameters"),
-    }
-    if arm == "rsa":
-        columns[OVER_PLAIN] = case.differences("rsa", "plain", "test")
-        columns[OVER_NO_RECURRENCE] = case.differences("rsa", NO_RECURRENCE, "test")
-        columns[TIME] = case.values(arm, TIME)
-    elif arm in FURTHER:
-        columns[FURTHER_OVER_PLAIN.format(arm)] = case.differences(arm, "plain", "test")
-    return columns
+# --- results ------------------------------------------------------------------------------------------------------
 
-
+GROUP = ("corpus", "architecture", "model", "steps")
+BITS = "bits per character"
+OVER_PLAIN, OVER_NO_RECURRENCE = "rsa − plain", f"rsa − {NO_RECURRENCE}"
+OF_FURTHER = {f"{arm} − plain": arm for arm in FURTHER}
+# Bits per character without and with RSA heads.
+PUBLISHED = {("enwik8", "block-recurrent"): (1.0746, 1.0683), ("text8", "block-recurrent"): (1.1652, 1.1625)}
 COMPARISON = Comparison(
     GROUP,
     VARIANTS,
     lambda run: float(run.values["validation"]),
-    make_columns,
-    "bits per character",
-    "bits per character, test text",
+    {
+        BITS: measured("test"),
+        **all_measured("learning_rate", "parameters"),
+        OVER_PLAIN: difference({"rsa"}, "plain", "test"),
+        OVER_NO_RECURRENCE: difference({"rsa"}, NO_RECURRENCE, "test"),
+        TIME: measured(TIME),
+        **{name: difference({arm}, "plain", "test") for name, arm in OF_FURTHER.items()},
+    },
+    shown=BITS,
+    label="bits per character, test text",
 )
 
 
@@ -196,9 +168,8 @@ def conclude(rows: Rows) -> Conclusion:
     over_plain, over_no_recurrence = rows.find(OVER_PLAIN), rows.find(OVER_NO_RECURRENCE)
     compared = Rows([*over_plain, *over_no_recurrence])
     sentence = (
-        f"RSA needs significantly fewer bits per character in {over_plain.below(0)} of {len(over_plain)} comparisons "
-        f"with the plain model, and in {over_no_recurrence.below(0)} with the variant without "
-        f"recurrence.{compared.undecided(0)}"
+        f"RSA needs significantly fewer bits per character in {over_plain.wins(0)} comparisons with the plain model, "
+        f"and in {over_no_recurrence.below(0)} with the variant without recurrence.{compared.undecided(0)}"
     )
     times = rows.find(TIME).by("architecture")
     answer = "bits per character: " + ", ".join(
@@ -209,17 +180,17 @@ def conclude(rows: Rows) -> Conclusion:
 
 
 def _finding(rows: Rows, over_plain: Row) -> str:
-    group = {name: over_plain.settings[name] for name in GROUP}
-    rsa, plain = (rows.mean("bits per character", **group, arm=arm) for arm in ("rsa", "plain"))
+    group = over_plain.pick(GROUP)
+    rsa, plain = (rows.mean(BITS, **group, arm=arm) for arm in ("rsa", "plain"))
     [over_no_recurrence] = rows.find(OVER_NO_RECURRENCE, **group)
     text = (
         f"{group['architecture']} on {group['corpus']} ({group['model']}, {group['steps']} steps): {plain:.3f} → "
         f"{rsa:.3f} bits per character, {over_plain.text('+.3f')}, and {over_no_recurrence.text('+.3f')} relative to "
         f"no recurrence; a step takes {rows.mean(TIME, **group):.2f} times as long"
     )
-    for arm in FURTHER:
-        for difference in rows.find(FURTHER_OVER_PLAIN.format(arm), **group):
-            text += f"; {arm} {difference.text('+.3f')} relative to the plain model"
+    for name, arm in OF_FURTHER.items():
+        for row in rows.find(name, **group):
+            text += f"; {arm} {row.text('+.3f')} relative to the plain model"
     if published := PUBLISHED.get((group["corpus"], group["architecture"])):
         text += f"; published {published[1] - published[0]:+.4f}"
     return text

@@ -48,27 +48,17 @@ def linear_rnn(x: Tensor, W_h: Tensor, W_x: Tensor, dilation: int = 1) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class LinearRNNHeads:
-    """A linear RNN as K = r + 2s heads: h = Σ_k P_k x V_kᵀ + x W_xᵀ.
-
-    Attributes:
-        kinds: `"regular"`, `"cos"` or `"sin"` of each head, in that order.
-        decay: λ or γ of each head, shape (K,).
-        theta: θ in radians of each head, 0 for regular ones, shape (K,).
-        dilation: d of all heads.
-        value_matrices: V_k, shape [K, n, m].
-        identity: W_x, the value matrix of the head whose P is the identity, shape [n, m].
-    """
+    """A linear RNN as K = r + 2s heads: h = Σ_k P_k x V_kᵀ + x W_xᵀ, in float64."""
 
     kinds: tuple[str, ...]
-    decay: Tensor
-    theta: Tensor
+    decay: Tensor  # λ or γ, (K,)
+    theta: Tensor  # in radians, 0 for regular heads, (K,)
     dilation: int
-    value_matrices: Tensor
-    identity: Tensor
+    value_matrices: Tensor  # V_k, [K, n, m]
+    identity: Tensor  # W_x, the value matrix of the head whose P is the identity, [n, m]
 
     def hidden_states(self, x: Tensor) -> Tensor:
-        """Compute the hidden states [B, T, n] from the heads alone, in float64, for inputs [B, T, m] of any dtype."""
-        x = x.to(self.identity.dtype)
+        """Compute the hidden states [B, T, n] of inputs [B, T, m] from the heads alone."""
         own = x @ self.identity.T
         if not self.kinds:
             return own
@@ -79,12 +69,8 @@ class LinearRNNHeads:
 def linear_rnn_to_heads(W_h: Tensor, W_x: Tensor, dilation: int = 1) -> LinearRNNHeads:
     """Turn h_t = W_h h_{t−d} + W_x x_t into heads with the same hidden states, in float64.
 
-    W_h [n, n] may be singular: directions with eigenvalue 0 are forgotten at once, and only the identity head
-    represents them.
-
-    Raises:
-        ValueError: W_h is not stable (it has an eigenvalue of modulus ≥ 1, which no REM has), or it has no basis of
-            eigenvectors (it is defective, or numerically too close to a defective matrix).
+    W_h [n, n] may be singular: only the identity head represents directions with eigenvalue 0, which are forgotten at
+    once. A ValueError if it is not stable (no REM has an eigenvalue of modulus ≥ 1), or has no basis of eigenvectors.
     """
     W_x = W_x.detach().double()
     eigenvalues, projectors = _spectrum(W_h)
@@ -203,10 +189,7 @@ def _trained(
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if every RNN agrees with its heads and every RNN that heads cannot represent is refused."""
-    (right, count), (refusals, asked) = (
-        (round(sum(row.mean * row.seeds for row in each)), sum(row.seeds for row in each))
-        for each in (rows.find("agrees to 1e-9"), rows.find("refused"))
-    )
+    (right, count), (refusals, asked) = (rows.find(measure).counts() for measure in ("agrees to 1e-9", "refused"))
     largest = max(row.mean for row in rows.find("largest difference"))
     control = min(row.mean for row in rows.find("control difference"))
     sentence = (

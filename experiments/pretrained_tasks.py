@@ -22,19 +22,12 @@ EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large 
 
 @dataclass(frozen=True)
 class Task:
-    """Training data and scores.
+    """Training data and scores."""
 
-    Attributes:
-        measure: name of the score; of "accuracy" more is better, of others less.
-        rows: training rows, indexed from 0.
-        collate: list of rows → batch.
-        score: (model, "validation" or "test") → score; early stopping uses the first.
-    """
-
-    measure: str
-    rows: Any
-    collate: Callable[[list[Any]], Any]
-    score: Callable[[Any, str], float]
+    measure: str  # name of the score; of "accuracy" more is better, of others less
+    rows: Any  # to train on
+    collate: Callable[[list[Any]], Any]  # rows → a batch
+    score: Callable[[Any, str], float]  # (model, "validation" or "test") → score
 
 
 @torch.no_grad()
@@ -53,15 +46,10 @@ def predict_logits(model: Any, rows: Sequence[Mapping[str, Any]], collate: Calla
 def defect_task(
     tokenizer: PreTrainedTokenizerBase, *, share: float, most: int, scored: int, length: int, seed: int
 ) -> Task:
-    """Defect detection on Devign, scored by accuracy.
+    """Defect detection on Devign, scored by accuracy, on functions cut at `length` tokens.
 
-    Args:
-        tokenizer: of the model.
-        share: share of the training functions.
-        most: number of training functions that count as all of them.
-        scored: maximum number of validation and of test functions, the same ones for all seeds.
-        length: tokens that the model sees of a function.
-        seed: chooses the training functions.
+    `seed` chooses the share of the training functions, of which `most` count as all. At most `scored` validation and
+    test functions are scored, the same ones for all seeds.
     """
     splits, collate = read_devign(), DataCollatorWithPadding(tokenizer)
     asked = {split: [*encode(sample(splits[split], scored, 0), tokenizer, length)] for split in ("validation", "test")}
@@ -89,18 +77,11 @@ def text_task(
     measure: str = "bits per byte",
     test_seed: int | None = None,
 ) -> Task:
-    """Language modelling on blocks of a text.
+    """Language modelling on `wikitext-2`, or functions of `python` or `c`, in blocks of `length` tokens.
 
-    Args:
-        name: `wikitext-2`, or functions of `python` or `c`.
-        tokenizer: of the model; None for bytes.
-        share: share of the training text.
-        most: bytes of the training text that count as all of it.
-        scored: maximum bytes of the validation and of the test text.
-        length: tokens in a block.
-        seed: chooses the portion to train on.
-        measure: the score, one of `TEXT_SCORES`.
-        test_seed: chooses the test text; None: the beginning of the test split.
+    `seed` chooses the share of the training text, of which `most` bytes count as all; `test_seed` the test text, by
+    default the beginning of its split. At most `scored` bytes of the validation and test text are scored, by one of
+    `TEXT_SCORES`. Without a tokenizer tokens are bytes.
     """
     texts = dict(read_splits("python functions" if name == "python" else name))
     texts["train"] = portion(beginning(texts["train"], most), share, seed)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from experiments.runner.comparison import Case, Comparison
+from experiments.byte_models import small_llama
+from experiments.runner.comparison import Comparison, all_measured, ratio
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, default_device, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
@@ -74,16 +75,7 @@ def recall_rows(count: int, pairs: int, generator: torch.Generator) -> tuple[Ten
 
 def build(pairs: int, layers: int, width: int) -> LlamaForCausalLM:
     """A Llama with random weights."""
-    sizes: dict[str, Any] = {
-        "vocab_size": SYMBOLS,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": 8 * pairs,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
+    return small_llama(SYMBOLS, 8 * pairs, width, 2 * width, layers, HEADS, tied=False)
 
 
 def train(model: Any, pairs: int, steps: int, learning_rate: float, seed: int) -> list[float]:
@@ -137,22 +129,17 @@ def measure(settings: Settings) -> Values:
     return {SHARE: shares[-1], STEPS: steps_to_recall(shares, steps), "shares": shares}
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """The share named right at the end, and the steps to recall, infinite where that was not reached."""
-    columns = {name: case.values(arm, name) for name in (SHARE, STEPS, "learning_rate")}
-    if arm not in ("plain", CONVOLUTION):
-        columns[SHARE_OF_STEPS] = case.ratios(arm, CONVOLUTION, STEPS)
-    return columns
-
-
 COMPARISON = Comparison(
     GROUP,
     ("rsa", CONVOLUTION),
     lambda run: score(run.values["shares"], run.settings["steps"]),
-    make_columns,
-    SHARE,
-    "values named right",
-    1,
+    {
+        **all_measured(SHARE, STEPS, "learning_rate"),
+        SHARE_OF_STEPS: ratio(("rsa", SHIFT), CONVOLUTION, STEPS),
+    },
+    shown=SHARE,
+    label=SHARE,
+    even=1,
 )
 MOST = 1.5  # times the steps of the convolution
 
@@ -160,19 +147,17 @@ MOST = 1.5  # times the steps of the convolution
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA recalls with every seed of every task, in at most 1.5 times the steps of the convolution."""
     ratios = rows.find(SHARE_OF_STEPS, arm="rsa")
-    reached = sum(math.isfinite(row.mean) for row in ratios)
-    answer = "steps to recall over those of the convolution: " + (
-        f"{Rows(row for row in ratios if math.isfinite(row.mean)).span('.2f')}" if reached else "not reached"
-    )
+    finite = Rows(row for row in ratios if math.isfinite(row.mean))
+    answer = f"steps to recall over those of the convolution: {finite.span('.2f') if finite else 'not reached'}"
     sentence = (
-        f"RSA recalls with every seed in {reached} of {len(ratios)} tasks, and in at most {MOST} times the steps of a "
-        f"convolution over four tokens significantly in {ratios.below(MOST)}.{ratios.undecided(MOST)}"
+        f"RSA recalls with every seed in {len(finite)} of {len(ratios)} tasks, and in at most {MOST} times the steps "
+        f"of a convolution over four tokens significantly in {ratios.below(MOST)}.{ratios.undecided(MOST)}"
     )
     return Conclusion(ratios.judge(MOST), answer, sentence, tuple(_finding(rows, row) for row in ratios))
 
 
-def _finding(rows: Rows, ratio: Row) -> str:
-    group = {name: ratio.settings[name] for name in GROUP}
+def _finding(rows: Rows, of_rsa: Row) -> str:
+    group = of_rsa.pick(GROUP)
     steps = ", ".join(
         f"{row.settings['arm']} "
         + (f"{row.mean:,.0f}" if math.isfinite(row.mean) else f"not with every seed ({share:.2f})")

@@ -1,7 +1,6 @@
 """Sample efficiency: tokens that a model needs to reach the unpatched model's final bits per byte.
 
-Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. The
-target of a seed is the plain model's score with that seed at the end of training. The plain model's own tokens are
+The target of a seed is the plain model's score with that seed at the end of training. The plain model's own tokens are
 counted until it first reached the target: on a text that is read many times it gets worse again, and an equal model
 would look better.
 """
@@ -17,18 +16,13 @@ import torch
 from experiments import variants
 from experiments.byte_models import SHAPES, Curve, build, train_on_bytes
 from experiments.corpora import read_corpus
-from experiments.runner.comparison import Case, Comparison
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Case, Comparison, compared, difference, measured
+from experiments.runner.experiment import Experiment, Size
 from experiments.runner.fit import count_parameters, default_device, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values, weakest
 from experiments.variants import NO_RECURRENCE, VARIANTS, make_variant
 
 TIME = "time of a step / plain"
-RATIO, RATIO_OF_TIME = "tokens / plain", "wall-clock / plain"
-OVER_NO_RECURRENCE, OVER_RSA = f"bits per byte, rsa − {NO_RECURRENCE}", "bits per byte, variant − rsa"
-AT_THE_EDGE = "best rate is the least or largest of three or more"
-READ = "times the text is read"
-OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
 OF_FAMILY = {"gpt2": ("plain", "rsa", "published", NO_RECURRENCE, variants.PACE), "llama": VARIANTS}
 _CLAIM = ("plain", "rsa")
 _SMALL = ("enwik8", 1_000_000, "0.1M", 200)
@@ -56,23 +50,20 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "1M": _LARGE_RATES,
     "10M": _LARGE_RATES,
 }
-GROUP = ("corpus", "train_bytes", "model", "family", "steps")
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts and models × seeds × families × variants × learning rates."""
     return [
-        {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family, **each}
+        {"corpus": corpus, "train_bytes": train_bytes, "model": model, "steps": steps, "family": family}
+        | dict(zip(("evaluations", "eval_bytes"), EVALUATIONS[model], strict=True))
+        | {"arm": arm, "learning_rate": rate, "seed": seed}
         for corpus, train_bytes, model, steps, arms in TEXTS[size]
         for seed in range(seeds)
         for family in OF_FAMILY
-        for each in combinations(
-            evaluations=[EVALUATIONS[model][0]],
-            eval_bytes=[EVALUATIONS[model][1]],
-            arm=[name for name in arms if name in OF_FAMILY[family]],
-            learning_rate=RATES[model][family],
-            seed=[seed],
-        )
+        for arm in arms
+        if arm in OF_FAMILY[family]
+        for rate in RATES[model][family]
     ]
 
 
@@ -81,7 +72,6 @@ def measure(settings: Settings) -> Values:
     shape, family, arm, seed = SHAPES[settings["model"]], settings["family"], settings["arm"], settings["seed"]
     text = read_corpus(settings["corpus"], settings["train_bytes"], settings["eval_bytes"], shape.block)
     plan = {name: settings[name] for name in ("learning_rate", "steps", "evaluations")}
-
     torch.manual_seed(seed)
     model: Any = make_variant(arm, build(family, shape), shape.block).to(default_device())
     curve = train_on_bytes(model, text, shape, **plan, seed=seed)
@@ -98,58 +88,57 @@ def measure(settings: Settings) -> Values:
     return values
 
 
-def _curve(run: Run) -> Curve:
-    return Curve(run.values["tokens"], run.values["bits per byte"])
+# --- results ------------------------------------------------------------------------------------------------------
+
+GROUP = ("corpus", "train_bytes", "model", "family", "steps")
+RATIO, RATIO_OF_TIME = "tokens / plain", "wall-clock / plain"
+OVER_NO_RECURRENCE, OVER_RSA = f"bits per byte, rsa − {NO_RECURRENCE}", "bits per byte, variant − rsa"
+AT_THE_EDGE = "best rate is the least or largest of three or more"
+READ = "times the text is read"
+OTHERS = tuple(variant for variant in VARIANTS if variant not in ("plain", "rsa"))
+BUT_PLAIN = ("rsa", *OTHERS)
 
 
 def _token_ratio(run: Run, plain: Run) -> float:
-    """Tokens to the plain model's final score, over the plain model's own."""
-    of_plain = _curve(plain)
+    """Tokens to the plain model's final score, over the plain model's own; infinite if the run never reaches it."""
+    curve, of_plain = (Curve(each.values["tokens"], each.values["bits per byte"]) for each in (run, plain))
     target = of_plain.bits_per_byte[-1]
-    return _curve(run).tokens_until(target) / of_plain.tokens_until(target)
+    return curve.tokens_until(target) / of_plain.tokens_until(target)
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """Scores of a variant, and its tokens relative to the plain model's."""
-    tried, rates = case.rates[arm], case.values(arm, "learning_rate")
-    columns = {
-        "bits per byte": case.values(arm, "final"),
-        "learning rate": rates,
-        AT_THE_EDGE: [float(len(tried) > 2 and rate in (min(tried), max(tried))) for rate in rates],
-        READ: [run.values["tokens"][-1] / case.settings["train_bytes"] for run in case.runs[arm]],
-        "parameters": case.values(arm, "parameters"),
-    }
-    if arm != "plain":
-        columns[TIME] = case.values(arm, TIME)
-        # The ratio of a run that never reaches the target is infinite, and so is the mean, without an interval.
-        columns[RATIO] = case.compare(arm, "plain", _token_ratio)
-        columns[RATIO_OF_TIME] = [a * b for a, b in zip(columns[RATIO], columns[TIME], strict=True)]
-    if arm == "rsa" and NO_RECURRENCE in case.runs:
-        columns[OVER_NO_RECURRENCE] = case.differences(arm, NO_RECURRENCE, "final")
-    if arm in variants.BEYOND_RSA:
-        columns[OVER_RSA] = case.differences(arm, "rsa", "final")
-    return columns
+def _at_the_edge(case: Case, arm: str) -> list[float]:
+    tried = case.rates[arm]
+    return [len(tried) > 2 and run.settings["learning_rate"] in (min(tried), max(tried)) for run in case.runs[arm]]
 
 
 COMPARISON = Comparison(
     GROUP,
     ("plain", "rsa"),
     lambda run: float(run.values["final"]),
-    make_columns,
-    RATIO,
-    "tokens to plain's final score / plain's tokens",
-    1,
+    {
+        "bits per byte": measured("final"),
+        "learning rate": measured("learning_rate"),
+        AT_THE_EDGE: _at_the_edge,
+        READ: lambda case, arm: [run.values["tokens"][-1] / run.settings["train_bytes"] for run in case.runs[arm]],
+        "parameters": measured("parameters"),
+        TIME: compared(BUT_PLAIN, "plain", lambda run, _: float(run.values[TIME])),
+        RATIO: compared(BUT_PLAIN, "plain", _token_ratio),
+        RATIO_OF_TIME: compared(BUT_PLAIN, "plain", lambda run, plain: _token_ratio(run, plain) * run.values[TIME]),
+        OVER_NO_RECURRENCE: difference({"rsa"}, NO_RECURRENCE, "final"),
+        OVER_RSA: difference(variants.BEYOND_RSA, "rsa", "final"),
+    },
+    shown=RATIO,
+    label="tokens to plain's final score / plain's tokens",
+    even=1,
 )
 
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA needs fewer tokens than the plain model and ends better than without recurrence."""
     ratios, by_recurrence = rows.find(RATIO, arm="rsa"), rows.find(OVER_NO_RECURRENCE)
-    fewer = f"{ratios.below(1)} of {len(ratios)}"
-    sentence = f"RSA needs significantly fewer tokens than the plain model in {fewer} settings."
+    sentence = f"RSA needs significantly fewer tokens than the plain model in {ratios.wins(1)} settings."
     if by_recurrence:
-        better = f"{by_recurrence.below(0)} of {len(by_recurrence)}"
-        sentence += f" It ends significantly better than without recurrence in {better}."
+        sentence += f" It ends significantly better than without recurrence in {by_recurrence.wins(0)}."
     if missing := len(ratios) - len(by_recurrence):
         sentence += f" The variant without recurrence has not run in {missing}: there the verdict is on tokens alone."
     verdict = weakest(ratios.judge(1), by_recurrence.judge(0))  # without comparisons, the second is "confirmed"
@@ -164,16 +153,13 @@ def conclude(rows: Rows) -> Conclusion:
 
 def _finding(rows: Rows, ratio: Row) -> str:
     """The comparisons of one model on one text."""
-    family, group = ratio.settings["family"], {name: ratio.settings[name] for name in GROUP}
-
-    def rsa(measure: str) -> float:
-        return rows.mean(measure, **ratio.settings)
-
+    group = ratio.pick(GROUP)
+    read, time = (rows.mean(measure, **ratio.settings) for measure in (READ, RATIO_OF_TIME))
     text = (
-        f"{family} of {group['model']}, {group['train_bytes']:,} bytes of {group['corpus']}, read {rsa(READ):.2g} "
-        f"times: {_ratio_text(ratio)} of the plain model's tokens and {rsa(RATIO_OF_TIME):.2f} of its time"
+        f"{group['family']} of {group['model']}, {group['train_bytes']:,} bytes of {group['corpus']}, read {read:.2g} "
+        f"times: {_ratio_text(ratio)} of the plain model's tokens and {time:.2f} of its time"
     )
-    if others := [each for name in OTHERS for each in rows.find(RATIO, arm=name, **group)]:
+    if others := [each for arm in OTHERS for each in rows.find(RATIO, arm=arm, **group)]:
         listed = ", ".join(f"{each.settings['arm']} {_ratio_text(each)}" for each in others)
         text += f"; tokens of other variants: {listed}"
     if beyond := [f"{each.settings['arm']} {each.text('+.3f')}" for each in rows.find(OVER_RSA, **group)]:
@@ -194,10 +180,10 @@ EXPERIMENT = Experiment(
     "Their recurrence is the cause: without it (P = 0) they end worse.",
     published="text8, 14 layers, bits per character: learnable Toeplitz P 1.183, REM 1.164 (paper, section 4). The "
     "paper has no ratio of tokens.",
-    remark="The variant rsa is RSAConfig.from_scratch, which was chosen on a Llama of 1M and enwik8 with one seed "
-    "(results/start.md), so results on enwik8 are not independent of that choice; published is the paper's "
-    "initialisation. Learning rates are chosen on the text that is scored, on which no variant is trained. Times are "
-    "of the machine that ran a variant, CPU or GPU, with other runs beside it. A GPT-2 with learned positions must "
+    remark="The variant rsa is RSAConfig.from_scratch, which was first chosen on a Llama of 1M and enwik8 with one "
+    "seed, so results on enwik8 are not independent of that choice; published is the paper's initialisation. Learning "
+    "rates are chosen on the text that is scored, on which no variant is trained. Times are of the machine that ran a "
+    "variant, CPU or GPU, with other runs beside it. A GPT-2 with learned positions must "
     "learn that near tokens matter; rotary positions give a Llama much of that from the start, which leaves less to "
     "gain. The other variants take RSA apart: alibi is a preference for near tokens alone; no softmax is P V alone; "
     "no recurrence has P = 0, so its gates only damp attention; learned toeplitz and short convolution start as RSA "

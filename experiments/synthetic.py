@@ -12,7 +12,7 @@ replications are trained at once; N is the first dimension of every shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +28,7 @@ from rsa_hf.rem import decay_rates
 
 Parameters = dict[str, Tensor]
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    name: getattr(torch, name) for name in ("tanh", "sigmoid", "relu")
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu}
 SIZE = 2
 NORM = 0.9
 HEADS = ("regular", "cos", "sin")
@@ -43,24 +41,18 @@ WINDOW = 20  # steps over which the drop is averaged, since Adam's loss is not m
 def two_layer_rnn(x: Tensor, weights: Parameters, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """The states z^(2) [N, T, 2] of the second layer, from initial states of 0, for x [N, T, 2].
 
-    Both layers are computed in one step as an RNN of twice the size, the second layer one time step behind. The
-    weights are `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
+    The weights are `W_h` and `W_z`, [N, 2, 2, 2], and `b`, [N, 2, 2], of layer 1 and layer 2.
     """
-    N, T, n = x.shape
     W_h, W_z, b = weights["W_h"], weights["W_z"], weights["b"]
-    lower = torch.cat([W_z[:, 1], W_h[:, 1]], dim=2)
-    upper = torch.cat([W_h[:, 0], torch.zeros_like(W_h[:, 0])], dim=2)
-    both = torch.cat([upper, lower], dim=1).transpose(1, 2)
-    first = x @ W_z[:, 0].transpose(1, 2) + b[:, None, 0]
-    first = torch.cat([first, first.new_zeros(N, 1, n)], dim=1)
-    driven = torch.cat([first, b[:, None, 1].expand(N, T + 1, n)], dim=2)
-    behind = torch.cat([x.new_ones(n), x.new_zeros(n)])  # layer 2 starts one step later
-    state = activation(driven[:, :1]) * behind
-    states = []
-    for step in driven.unbind(1)[1:]:
-        state = activation(torch.baddbmm(step[:, None], state, both))
-        states.append(state)
-    return torch.cat(states, dim=1)[..., n:]
+    z = x
+    for i in range(2):
+        driven = z @ W_z[:, i].transpose(1, 2) + b[:, None, i]
+        state, states = torch.zeros_like(x[:, :1]), []
+        for step in driven.unbind(1):
+            state = activation(torch.baddbmm(step[:, None], state, W_h[:, i].transpose(1, 2)))
+            states.append(state)
+        z = torch.cat(states, dim=1)
+    return z
 
 
 def generate(activation: str, alphas: Sequence[float], segments: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -82,11 +74,10 @@ def generate(activation: str, alphas: Sequence[float], segments: int, length: in
 
 
 def rsa(x: Tensor, p: Parameters) -> Tensor:
-    """Two RSA layers (paper, eq. 4) of one regular, one cos and one sin head, 2-dimensional, masked.
+    """Two RSA layers (paper, eq. 4) of one regular, one cos and one sin head, masked, from x [N, T, 2] to [N, T, 2].
 
     As in proposition 2, a head's value matrix maps input to output, and the head whose P is the identity is a linear
-    map. There is no feed-forward part: softmax is the only nonlinearity. From x [N, T, 2] to [N, T, 2]; p has `query`,
-    `key`, `value`, [N, 2, 3, 2, 2]; `identity`, [N, 2, 2, 2]; `b`, [N, 2, 2]; `mu`, `eta`, `nu`, `theta`, [N, 2].
+    map. There is no feed-forward part: softmax is the only nonlinearity. `_start` has the shapes of p.
     """
     N, T, n = x.shape
     kinds = HEADS * N
@@ -115,7 +106,7 @@ def _predict(name: str, activation: str, x: Tensor, p: Parameters) -> Tensor:
 
 
 def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
-    """Initial parameters: weights uniform in ±1/√2, as in torch's RNN; rates as in RSAHeads.
+    """Initial parameters: weights uniform in ±1/√2, as in torch's RNN.
 
     An RNN of size 2 may be unstable with those, and a linear one does not recover, so W_h is scaled down to norm
     `NORM`. Gates start at σ(2) = 0.88: near the linear RNN, which attention has to correct.
@@ -139,15 +130,12 @@ def _start(name: str, N: int, generator: torch.Generator) -> Parameters:
 def predict_last(
     name: str, activation: str, x: Tensor, y: Tensor, *, most_steps: int, held_out: int = 0, seed: int = 0
 ) -> Tensor:
-    """Fit one model, of `MODELS`, to each segment without its last step, by Adam, and predict that step.
+    """Fit one of `MODELS` to x and y [N, T, 2] without their last step, by Adam; its squared error at y_T, [N].
 
     With nothing held out, training of a segment ends when its loss falls by less than `DROP` per step, averaged over
     `WINDOW` steps, as in the paper; if the loss has risen, the prediction of `WINDOW` steps before is used, since one
     step may lead to an unstable RNN. Otherwise the last observations before the prediction are not trained on: the
     prediction is taken where their error is lowest, and training ends `PATIENCE` steps later (early stopping).
-
-    Returns:
-        The squared error of the prediction of y_T, averaged over the two dimensions, shape [N], for x and y [N, T, 2].
     """
     N, T, _ = x.shape
     trained = T - 1 - held_out
@@ -248,20 +236,18 @@ def measure(settings: Settings) -> Values:
 
 def summarise_ratios(runs: Sequence[Run]) -> Rows:
     """Mean ratios of MSPEs at each α, paired by seed."""
-    return summarise([each for run in runs for each in _by_alpha(run)])
-
-
-def _by_alpha(run: Run) -> Iterator[Run]:
-    """One run for each α, with ratios as its values."""
-    names = ("alpha", "linear", "nonlinear", "rsa")
-    for alpha, linear, nonlinear, rsa in zip(*(run.values[name] for name in names), strict=True):
-        values: Values = {
-            "linear / nonlinear": linear / nonlinear,
-            "rsa / nonlinear": rsa / nonlinear,
-            "rsa / linear": worst_if_nan(rsa) / linear,
-            "mspe nonlinear": nonlinear,
-        }
-        yield replace(run, settings={**run.settings, "alpha": alpha}, values=values)
+    by_alpha = []
+    for run in runs:
+        for alpha, *errors in zip(*(run.values[name] for name in ("alpha", *MODELS)), strict=True):
+            linear, nonlinear, rsa = errors
+            values: Values = {
+                "linear / nonlinear": linear / nonlinear,
+                "rsa / nonlinear": rsa / nonlinear,
+                "rsa / linear": worst_if_nan(rsa) / linear,
+                "mspe nonlinear": nonlinear,
+            }
+            by_alpha.append(replace(run, settings={**run.settings, "alpha": alpha}, values=values))
+    return summarise(by_alpha)
 
 
 def conclude(rows: Rows) -> Conclusion:
@@ -269,19 +255,17 @@ def conclude(rows: Rows) -> Conclusion:
     findings, answers, counts, verdicts = [], [], [], []
     nonlinear = Rows(row for row in rows.find("rsa / linear") if row.settings["alpha"] > NONLINEAR)
     for rule, name in (("loss", "the paper's stopping rule"), ("early", "early stopping")):
-        by_length = nonlinear.by("rule")[rule].by("observations")
-        for length, ratios in by_length.items():
+        for length, ratios in nonlinear.by("rule")[rule].by("observations").items():
+            result = f"RSA's MSPE is {ratios.span('.2f')} times the linear RNN's"
+            steps = ratios[0].settings["most_steps"]
             findings.append(
-                f"{length} observations, {name} (at most {ratios[0].settings['most_steps']} steps): RSA's MSPE is "
-                f"{ratios.span('.2f')} times the linear RNN's; {_better_and_worse(ratios)}"
+                f"{length} observations, {name} (at most {steps} steps): {result}; {_better_and_worse(ratios)}"
             )
-        as_published = by_length[PUBLISHED_LENGTH]
-        answers.append(f"RSA's MSPE is {as_published.span('.2f')} times the linear RNN's with {name}")
-        counts.append(f"{_better_and_worse(as_published)} with {name}")
-        verdicts.append(as_published.judge(1))
+            if length == PUBLISHED_LENGTH:
+                answers.append(f"{result} with {name}")
+                counts.append(f"{_better_and_worse(ratios)} with {name}")
+                verdicts.append(ratios.judge(1))
     sentence = f"Relative to the linear RNN at α > {NONLINEAR}, RSA predicts {', and '.join(counts)}."
-    if rows[0].seeds == 1:
-        sentence += " There is one seed, which gives no interval; its ratios are below."
     return Conclusion(verdicts[0], "; ".join(answers), sentence, tuple(findings))
 
 
@@ -300,10 +284,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         for axes, group in zip(grid, groups, strict=True):
             for name, colour in (("linear / nonlinear", COLOURS[0]), ("rsa / nonlinear", COLOURS[1])):
                 found = rows.find(name, **group)
-                alpha = [row.settings["alpha"] for row in found]
-                low, high = [row.low for row in found], [row.high for row in found]
-                axes.plot(alpha, [row.mean for row in found], "o-", color=colour, label=name)
-                axes.fill_between(alpha, low, high, color=colour, alpha=0.15)
+                alpha, means = [row.settings["alpha"] for row in found], [row.mean for row in found]
+                axes.errorbar(alpha, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=colour, label=name)
             axes.axhline(1, color="#666666", linewidth=0.8)
             rule = "stopping by loss" if group["rule"] == "loss" else "early stopping"
             title = f"{group['activation']}, {group['observations']} observations\n{rule}"

@@ -5,8 +5,8 @@ the final score of every length: it trains at the constant rate, and after four 
 model goes on alone with the decay (Hägele et al., 2024, section 4). Lengths double; in between, the score is
 interpolated linearly over the logarithm of the tokens.
 
-Every variant is trained at every learning rate with the first seed, and at its best rate with the other seeds. After
-the longest training it is also trained shortly on key-value pairs, and scored by what it recalls (`byte_recall.py`).
+After the longest training a model is also trained shortly on rows of key-value pairs, and scored by how many values
+it names (multi-query associative recall: Arora et al., 2023, Zoology), which its likelihood alone may not tell.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from itertools import chain, cycle, starmap
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule_with_warmup
 
 from experiments.byte_models import SHAPES, Curve, Shape, bits_per_byte, build
-from experiments.byte_recall import recalled_pairs
 from experiments.corpora import read_corpus, training_blocks
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Column, Comparison, compared, difference, measured
 from experiments.runner.experiment import Experiment, Size, combinations
-from experiments.runner.fit import adamw, batch_loss, count_parameters, default_device, fit
+from experiments.runner.fit import adamw, adamw_with_linear_decay, batch_loss, count_parameters, default_device, fit
 from experiments.runner.panels import COLOURS, panels
-from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, worst_if_nan
+from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, worst_if_nan
 from experiments.variants import make_variant
 from rsa_hf.tasks.language_modeling import PreparedText
+from rsa_hf.tasks.text_blocks import IGNORED_LABEL
 
 CONSTANT = 0.8  # share of a length before the decay
 ALL = 10**9  # bytes: more than any text has
@@ -85,20 +86,9 @@ def measure(settings: Settings) -> Values:
 def train_lengths(
     model: Any, text: PreparedText, shape: Shape, lengths: Sequence[int], *, learning_rate: float, seed: int
 ) -> tuple[list[float], Any]:
-    """Train for several lengths at once.
+    """Train for several lengths, in rising steps; returns their final bits per byte, and the model after the last.
 
-    AdamW, weight decay 0.01 on matrices. The warm-up takes a twentieth of the shortest length.
-
-    Args:
-        model: trained in place, without a decay.
-        text: blocks to train on, and text to score.
-        shape: number of blocks in a step.
-        lengths: steps, in rising order.
-        learning_rate: after the warm-up, before the decay.
-        seed: shuffles the blocks.
-
-    Returns:
-        Bits per byte at the end of each length, and the model at the end of the last.
+    The warm-up takes a twentieth of the shortest length. `seed` shuffles the blocks.
     """
     blocks = training_blocks(text)
     optimizer = adamw(model, learning_rate)
@@ -123,12 +113,62 @@ def train_lengths(
     return scores, branch
 
 
+# --- recall -------------------------------------------------------------------------------------------------------
+
+SCORED_ROWS = 256
+
+
+def key_value_rows(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """N rows of key-value pairs, and then their keys in another order, each followed by its value.
+
+    Keys are small letters, each at most once in a row; values are capital letters. T is a multiple of 4, at most 104.
+    Returns tokens [N, T], and labels [N, T] of the values in the second half alone.
+    """
+    K = length // 4
+
+    def permutations(size: int) -> Tensor:
+        return torch.rand(count, size, generator=generator).argsort(1)
+
+    keys = ord("a") + permutations(26)[:, :K]
+    pairs = torch.stack([keys, torch.randint(ord("A"), ord("Z") + 1, (count, K), generator=generator)], dim=-1)
+    asked = pairs.gather(1, permutations(K)[..., None].expand(-1, -1, 2))
+    tokens = torch.cat([pairs, asked], dim=1).flatten(1)
+    labels = tokens.clone()
+    labels[:, : 2 * K] = labels[:, ::2] = IGNORED_LABEL
+    return tokens, labels
+
+
+def recalled_pairs(model: Any, shape: Shape, *, learning_rate: float, steps: int, seed: int) -> float:
+    """Train on key-value pairs, in place, and return the share of values recalled on new rows.
+
+    A row has an eighth of the bytes of a block, and a step four times as many rows.
+    """
+    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    optimizer, schedule = adamw_with_linear_decay(model, learning_rate, steps)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = key_value_rows(count, shape.block // 8, generator)
+        return tokens.to(device), labels.to(device)
+
+    def loss(step: int) -> Tensor:
+        tokens, labels = draw(4 * shape.batch)
+        value: Tensor = model(input_ids=tokens, labels=labels).loss
+        return value
+
+    fit(loss, optimizer, steps, model=model, schedule=schedule)
+    tokens, labels = draw(SCORED_ROWS)
+    with torch.no_grad():
+        named = model.eval()(input_ids=tokens).logits[:, :-1].argmax(-1)
+    asked = labels[:, 1:] != IGNORED_LABEL
+    return float((named == labels[:, 1:])[asked].float().mean())
+
+
 # --- results ------------------------------------------------------------------------------------------------------
 
 LENGTH = "tokens per parameter"
 RATIO, SAVED = "tokens / plain", "bits per byte below plain"
 RECALLED = "key-value pairs recalled"  # after the longest training
-RECALLED_OVER_PLAIN = f"{RECALLED}, rsa − plain"
+MORE_RECALLED = f"{RECALLED}, rsa − plain"
 
 
 def _token_ratio(run: Run, plain: Run, length: int) -> float:
@@ -138,9 +178,7 @@ def _token_ratio(run: Run, plain: Run, length: int) -> float:
     over the tokens that the plain model needs for the score at its end.
     """
     curve, of_plain = (
-        Curve(
-            [math.log(tokens) for tokens in each.values["tokens"]], [*map(worst_if_nan, each.values["bits per byte"])]
-        )
+        Curve([*map(math.log, each.values["tokens"])], [*map(worst_if_nan, each.values["bits per byte"])])
         for each in (run, plain)
     )
     reached = curve.tokens_until(of_plain.bits_per_byte[length])
@@ -149,66 +187,59 @@ def _token_ratio(run: Run, plain: Run, length: int) -> float:
     return math.exp(curve.tokens[-1] - of_plain.tokens_until(curve.bits_per_byte[-1]))
 
 
-def make_columns(case: Case, arm: str, length: int) -> dict[str, list[float]]:
-    """Scores of a variant at the end of a length, by its place, and what it saves; after the longest, its recall."""
+def _at(length: int, is_longest: bool) -> dict[str, Column]:
+    """The columns at the end of a length, by its place; after the longest, also what is recalled."""
 
     def score(run: Run) -> float:
         return float(run.values["bits per byte"][length])
 
-    runs = case.runs[arm]
-    columns = {"bits per byte": [*map(score, runs)], "learning rate": case.values(arm, "learning_rate")}
-    if arm == "rsa":
-        columns[RATIO] = case.compare(arm, "plain", lambda run, plain: _token_ratio(run, plain, length))
-        columns[SAVED] = case.compare(arm, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run)))
-    if length == len(runs[0].values["tokens"]) - 1:
-        columns[RECALLED] = case.values(arm, RECALLED)
-        if arm == "rsa":
-            columns[RECALLED_OVER_PLAIN] = case.differences(arm, "plain", RECALLED)
-    return columns
+    return {
+        "bits per byte": lambda case, arm: [*map(score, case.runs[arm])],
+        "learning rate": measured("learning_rate"),
+        RATIO: compared({"rsa"}, "plain", lambda run, plain: _token_ratio(run, plain, length)),
+        SAVED: compared({"rsa"}, "plain", lambda run, plain: score(plain) - worst_if_nan(score(run))),
+    } | ({RECALLED: measured(RECALLED), MORE_RECALLED: difference({"rsa"}, "plain", RECALLED)} if is_longest else {})
 
 
-COMPARISON = Comparison(GROUP, ARMS, lambda run: float(run.values["final"]), lambda case, arm: {})
+COMPARISON = Comparison(GROUP, ARMS, lambda run: float(run.values["final"]), {})
 
 
 def summarise(runs: Sequence[Run]) -> Rows:
     """Rows for each variant and length."""
-    return Rows(
-        row
-        for case in COMPARISON.cases(runs)
-        for arm in ARMS
-        for i, tokens in enumerate(case.runs["plain"][0].values[LENGTH])
-        for row in make_rows({**case.settings, "arm": arm, LENGTH: tokens}, make_columns(case, arm, i))
-    )
+    rows = Rows()
+    for case in COMPARISON.cases(runs):
+        lengths = case.runs["plain"][0].values[LENGTH]
+        for arm in ARMS:
+            for i, tokens in enumerate(lengths):
+                rows += case.rows(arm, _at(i, i == len(lengths) - 1), **{LENGTH: tokens})
+    return rows
 
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA needs fewer tokens than the plain model for the score of its longest training."""
-    tables = _tables(rows)
-    longest = Rows(table[RATIO][-1] for table in tables)
+    cases = _by_case(rows)
+    longest = Rows(ratios[-1] for ratios, _ in cases)
     ends = "; ".join(f"{_model(row.settings)} {row.text('.2f')}" for row in longest)
     sentence = (
         f"Tokens that RSA needs for the plain model's final score, as a share of the plain model's: {ends}. They are "
-        f"significantly fewer in {longest.below(1)} of {len(longest)} cases."
+        f"significantly fewer in {longest.wins(1)} cases."
     )
-    findings = [*map(_finding, tables), *(_recall_finding(rows, row.settings) for row in longest)]
-    answer = "share of the plain model's tokens after the longest training: " + ", ".join(
-        f"{family} {ratios.span('.2f')}" for family, ratios in longest.by("family").items()
-    )
+    findings = [*starmap(_finding, cases), *(_recall_finding(rows, row.settings) for row in longest)]
+    answer = f"share of the plain model's tokens after the longest training: {longest.spans('family', '.2f')}"
     return Conclusion(longest.judge(1), answer, sentence + longest.undecided(1), tuple(findings))
 
 
-def _tables(rows: Rows) -> list[dict[str, Rows]]:
-    """For each case the ratios and savings by length."""
-    cases = dict.fromkeys(tuple((name, row.settings[name]) for name in GROUP) for row in rows)
-    return [{name: rows.find(name, **dict(case)) for name in (RATIO, SAVED)} for case in cases]
+def _by_case(rows: Rows) -> list[tuple[Rows, Rows]]:
+    """For each case the ratios and the savings by length."""
+    cases = dict.fromkeys(tuple(row.pick(GROUP).items()) for row in rows)
+    return [(rows.find(RATIO, **dict(case)), rows.find(SAVED, **dict(case))) for case in cases]
 
 
-def _finding(table: dict[str, Rows]) -> str:
-    """The ratios of a case by length."""
-    settings = table[RATIO][0].settings
+def _finding(ratios: Rows, savings: Rows) -> str:
+    settings = ratios[0].settings
     parts = [
         f"{ratio.settings[LENGTH]:.3g}: {ratio.text('.2f')} of the tokens, {saved.mean:+.3f} bits per byte saved"
-        for ratio, saved in zip(table[RATIO], table[SAVED], strict=True)
+        for ratio, saved in zip(ratios, savings, strict=True)
     ]
     return f"{settings['family']} of {settings['model']}, by tokens per parameter: {'; '.join(parts)}"
 
@@ -216,8 +247,8 @@ def _finding(table: dict[str, Rows]) -> str:
 def _recall_finding(rows: Rows, settings: Settings) -> str:
     """What a case recalls after its longest training."""
     plain, rsa = (rows.mean(RECALLED, **{**settings, "arm": arm}) for arm in ARMS)
-    [difference] = rows.find(RECALLED_OVER_PLAIN, **settings)
-    return f"{_model(settings)}, {RECALLED}: plain {plain:.3f}, rsa {rsa:.3f}, {difference.text('+.3f')}"
+    [more] = rows.find(MORE_RECALLED, **settings)
+    return f"{_model(settings)}, {RECALLED}: plain {plain:.3f}, rsa {rsa:.3f}, {more.text('+.3f')}"
 
 
 def _model(settings: Settings) -> str:
@@ -226,21 +257,17 @@ def _model(settings: Settings) -> str:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """For each case the share of the tokens, and the bits per byte saved."""
-    tables = _tables(summarise(runs))
-    with panels(path, 2 * len(tables), columns=2) as grid:
-        for table, left, right in zip(tables, grid[::2], grid[1::2], strict=True):
-            title = "{family} of {model}, {corpus}".format(**table[RATIO][0].settings)
-            title += f"\nmean and 95 % interval, {table[RATIO][0].seeds} seeds"
-            for axes, name, label in (
-                (left, RATIO, "tokens to plain's score, RSA / plain"),
-                (right, SAVED, "bits per byte, plain − RSA"),
-            ):
-                found = table[name]
-                lengths = [row.settings[LENGTH] for row in found]
-                means = [row.mean for row in found]
-                axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
-                axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=label)
-            left.axhline(1, color="#666666", linewidth=0.8)
+    cases = _by_case(summarise(runs))
+    labels = ("tokens to plain's score, RSA / plain", "bits per byte, plain − RSA")
+    with panels(path, 2 * len(cases), columns=2) as grid:
+        for axes, found, label in zip(grid, chain(*cases), cycle(labels), strict=False):
+            title = "{family} of {model}, {corpus}".format(**found[0].settings)
+            title += f"\nmean and 95 % interval, {found[0].seeds} seeds"
+            lengths, means = [row.settings[LENGTH] for row in found], [row.mean for row in found]
+            axes.errorbar(lengths, means, yerr=found.error_bars(), fmt="o-", capsize=3, color=COLOURS[0])
+            axes.set(title=title, xscale="log", xlabel="training length, tokens per parameter", ylabel=label)
+            if found[0].measure == RATIO:
+                axes.axhline(1, color="#666666", linewidth=0.8)
 
 
 EXPERIMENT = Experiment(

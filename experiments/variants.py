@@ -90,7 +90,7 @@ def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Modul
 
 
 class ALiBi(nn.Module):
-    """A causal model, which takes a 4-D mask, with a bias −slope · τ on its attention scores, one slope per head."""
+    """A causal model with a bias −slope · τ on its attention scores, one slope per head, as a 4-D mask."""
 
     bias: Tensor
 

@@ -138,7 +138,7 @@ class RSAConfig:
             of the attention module.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. At the learning rate of the weights gates and
-            rates hardly move (results/parameter_scale.md). 1 stores the plain values.
+            rates hardly move in short training (`python -m experiments defaults`). 1 stores the plain values.
         learned_amplitude: each head also learns the amplitude c of f(τ) = Re(c z^(τ/d − 1)), z = λ or γ e^{iθ}: how
             much of the last token it passes on, however fast the rest decays (an extension). c starts as in the paper,
             where it is z, of sin heads −i z; it is real for regular heads, and learns as fast as the weights.
@@ -194,7 +194,7 @@ class RSAConfig:
 
         All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), as there is nothing that
         open gates could harm; ν at 0, a memory of few tokens, which can be learned first; θ is spread over (0, π), as
-        pairs that start alike are slow to differ (results/start.md, made by `python -m experiments start`).
+        pairs that start alike are slow to differ. `python -m experiments defaults` compares starts.
         """
         _check("num_heads", num_heads)
         return cls(

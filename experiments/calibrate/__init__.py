@@ -25,20 +25,18 @@ from experiments.calibrate.variants import (
     WITH_ALL_FACTORS,
     WITH_FACTORS,
 )
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Case, Column, Comparison, all_measured, compared
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 
 ALL = 10**9  # more than any data set has
-# model, task, tokens in a row, rows in a step, rows to calibrate on, size of the test split (bytes or functions), what
-# counts as all training data, layers of MiniLM, steps of pretraining of a byte-level model.
+# length: tokens in a row; batch: rows in a step; rows: to calibrate on; scored: bytes or functions of the test split;
+# most: what counts as all training data; layers: of MiniLM; pretraining_steps: of a byte-level model.
 NAMES = ("model", "task", "length", "batch", "rows", "scored", "most", "layers", "pretraining_steps")
-# For each model and task: the settings above, the learning rates for each thing to train, and for each share of the
-# data and each thing to train the steps and the variants.
-Rates = Mapping[str, tuple[float, ...]]
-Part = tuple[float, str, int, Sequence[str]]
-Plan = tuple[tuple[Any, ...], Rates, list[Part]]
+Rates = Mapping[str, tuple[float, ...]]  # by what is trained
+Part = tuple[float, str, int, Sequence[str]]  # share of the data, what is trained, steps, variants
+Plan = tuple[tuple[Any, ...], Rates, list[Part]]  # of a model and task; the first are the settings above
 
 
 # The tables of results have the best rate of each variant; LoRA and IA3 need far higher ones than gates do.
@@ -57,12 +55,13 @@ _CLAIM_OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 _OF_LORA = (PLAIN, CALIBRATED)
 
 
-def _parts(share: float, steps: int, everything: Sequence[str] = _OF_EVERYTHING) -> list[Part]:
+def _parts(share: float, numbers: int, others: int, everything: Sequence[str] = _OF_EVERYTHING) -> list[Part]:
+    """All that is trained on a share of the data, with the steps of a few numbers and of the others."""
     return [
         (share, NOTHING, 0, _UNTRAINED),
-        (share, NUMBERS, steps, _OF_NUMBERS),
-        (share, EVERYTHING, steps, everything),
-        (share, LORA_TRAINED, steps, _OF_LORA),
+        (share, NUMBERS, numbers, _OF_NUMBERS),
+        (share, EVERYTHING, others, everything),
+        (share, LORA_TRAINED, others, _OF_LORA),
     ]
 
 
@@ -75,11 +74,11 @@ PLANS: dict[Size, list[Plan]] = {
         (
             ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
             _rates((1e-3,), (1e-3,), (1e-3,)),
-            _parts(1.0, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
+            _parts(1.0, 4, 4, (*_CLAIM_OF_EVERYTHING, AFTER)),
         )
     ],
     "quick": [
-        ((f"{family}-0.1M", "c", 128, 8, 48, 20_000, ALL, 0, 600), _BYTE_RATES, _parts(0.1, 60))
+        ((f"{family}-0.1M", "c", 128, 8, 48, 20_000, ALL, 0, 600), _BYTE_RATES, _parts(0.1, 60, 60))
         for family in ("gpt2", "llama")
     ],
     "full": [
@@ -88,7 +87,7 @@ PLANS: dict[Size, list[Plan]] = {
                 (f"{family}-1.5M", "c", 256, 8, 64, 40_000, ALL, 0, 3000),
                 _WIDER_BYTE_RATES,
                 [
-                    *_parts(0.01, 100),
+                    *_parts(0.01, 100, 100),
                     (0.01, EVERYTHING, 100, (AFTER,)),
                     (0.1, EVERYTHING, 400, _CLAIM_OF_EVERYTHING),
                 ],
@@ -98,13 +97,7 @@ PLANS: dict[Size, list[Plan]] = {
         (
             _smollm2("wikitext-2"),
             _PACKAGED_RATES,
-            [
-                (0.01, NOTHING, 0, _UNTRAINED),
-                (0.01, NUMBERS, 100, _OF_NUMBERS),
-                (0.01, EVERYTHING, 50, (*_OF_EVERYTHING, AFTER)),
-                (0.01, LORA_TRAINED, 50, _OF_LORA),
-                (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING),
-            ],
+            [*_parts(0.01, 100, 50, (*_OF_EVERYTHING, AFTER)), (0.1, EVERYTHING, 100, _CLAIM_OF_EVERYTHING)],
         ),
         (_smollm2("c"), _PACKAGED_RATES, [(0.01, NOTHING, 0, _UNTRAINED)]),
         (_smollm2("python"), _PACKAGED_RATES, [(0.1, NOTHING, 0, _UNTRAINED)]),
@@ -153,31 +146,32 @@ def _gain(run: Run, against: Run) -> float:
     return _loss(against) - worst_if_nan(_loss(run))
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """All scores of a variant, and its gains over others."""
-    columns = case.numbers(arm)
-    columns["seconds"] = [run.seconds for run in case.runs[arm]]
-    if arm == PLAIN:
-        return columns
-    columns[GAIN] = case.compare(arm, PLAIN, _gain)
-    rival = RIVALS.get(case.settings["trained"], {}).get(arm)
-    if rival in case.runs:
-        columns[f"gain over {rival}"] = case.compare(arm, rival, _gain)
-    return columns
-
-
-def _by_validation(run: Run) -> float:
+def by_validation(run: Run) -> float:
+    """The score that learning rates are chosen by; with nothing trained there is none."""
     return _loss(run, "validation") if "validation" in run.values else 0.0
+
+
+def _gain_over_rival(rival: str) -> Column:
+    def column(case: Case, arm: str) -> list[float] | None:
+        is_rival = RIVALS.get(case.settings["trained"], {}).get(arm) == rival
+        return compared({arm}, rival, _gain)(case, arm) if is_rival else None
+
+    return column
 
 
 COMPARISON = Comparison(
     GROUP,
     (PLAIN, CALIBRATED),
-    _by_validation,
-    make_columns,
-    GAIN,
-    "gain over plain, nats per token\n(of Devign: accuracy)",
-    0,
+    by_validation,
+    {
+        **all_measured("score", "numbers", "validation", "chosen heads", "checked gain"),
+        **all_measured("checked gain without recurrence", "learning_rate", "seconds"),
+        GAIN: lambda case, arm: compared(case.runs.keys() - {PLAIN}, PLAIN, _gain)(case, arm),
+        **{f"gain over {rival}": _gain_over_rival(rival) for rival in (ALL_SCALED, NO_RECURRENCE, SCALED)},
+    },
+    shown=GAIN,
+    label="gain over plain, nats per token\n(of Devign: accuracy)",
+    even=0,
 )
 
 
@@ -190,15 +184,13 @@ def conclude(rows: Rows) -> Conclusion:
         "with everything trained, over the same heads scaled": rows.find(f"gain over {SCALED}", arm=CALIBRATED),
         "with LoRA, over LoRA alone": rows.find(GAIN, arm=CALIBRATED, trained=LORA_TRAINED),
     }
-    parts = []
-    for words, gains in claims.items():
-        if gains:
-            wins = gains.negated().below(0)
-            parts.append(f"{words}, in {wins} of {len(gains)} cases (a loss in {gains.below(0)})")
+    parts = "; ".join(
+        f"{words}, in {gains.negated().wins(0)} cases (a loss in {gains.below(0)})"
+        for words, gains in claims.items()
+        if gains
+    )
     compared = Rows(row for gains in claims.values() for row in gains).negated()
-    sentence = f"Calibrated heads gain significantly: {'; '.join(parts)}."
     over_plain = rows.find(GAIN, arm=CALIBRATED)
-    findings = [_finding(rows, row) for row in over_plain]
     of_text = Rows(row for row in over_plain if row.settings["task"] != DEVIGN).by("trained")
     answer = "gain over the plain model, nats per token: " + ", ".join(
         f"{of_text[trained].span('+.3f')} with {trained} trained"
@@ -207,28 +199,29 @@ def conclude(rows: Rows) -> Conclusion:
     )
     for gain in over_plain.find(GAIN, task=DEVIGN):
         answer += f", {100 * gain.mean:+.2f} percentage points of accuracy on Devign"
-    return Conclusion(compared.judge(0), answer, sentence + compared.undecided(0), tuple(findings))
+    sentence = f"Calibrated heads gain significantly: {parts}.{compared.undecided(0)}"
+    return Conclusion(compared.judge(0), answer, sentence, tuple(_finding(rows, row) for row in over_plain))
 
 
 def _finding(rows: Rows, calibrated: Row) -> str:
     """All variants of a case."""
-    case = {name: calibrated.settings[name] for name in GROUP}
-    factor, unit = (100, "percentage points") if case["task"] == DEVIGN else (1, "nats per token")
-    heads = rows.mean("chosen heads", **calibrated.settings)
+    case = calibrated.pick(GROUP)
+    on_devign, trained = case["task"] == DEVIGN, case["trained"]
+
+    def text(row: Row) -> str:
+        return row.scaled(100).text("+.2f") if on_devign else row.text("+.4f")
+
     variants = []
     for row in rows.find(GAIN, **case):
-        arm = row.settings["arm"]
-        text = f"{arm} {row.scaled(factor).text('+.4f' if factor == 1 else '+.2f')}"
-        numbers = rows.mean("numbers", **case, arm=arm)
-        variants.append(f"{text}, {numbers:,.0f} numbers" if case["trained"] == NUMBERS else text)
-    text = (
-        f"{case['model']}, {case['task']}, {100 * case['share']:g} %, {case['trained']} trained: {heads:.0f} heads "
-        f"chosen; gains over plain in {unit}: {'; '.join(variants)}"
+        numbers = f", {rows.mean('numbers', **row.settings):,.0f} numbers" if trained == NUMBERS else ""
+        variants.append(f"{row.settings['arm']} {text(row)}{numbers}")
+    for arm, rival in RIVALS.get(trained, {}).items():
+        variants += [f"{arm} over {rival} {text(row)}" for row in rows.find(f"gain over {rival}", **case, arm=arm)]
+    heads = rows.mean("chosen heads", **calibrated.settings)
+    return (
+        f"{case['model']}, {case['task']}, {100 * case['share']:g} %, {trained} trained: {heads:.0f} heads chosen; "
+        f"gains over plain in {'percentage points' if on_devign else 'nats per token'}: {'; '.join(variants)}"
     )
-    for arm, rival in RIVALS.get(case["trained"], {}).items():
-        for row in rows.find(f"gain over {rival}", **case, arm=arm):
-            text += f"; {arm} over {rival} {row.scaled(factor).text('+.4f' if factor == 1 else '+.2f')}"
-    return text
 
 
 EXPERIMENT = Experiment(
@@ -249,5 +242,5 @@ EXPERIMENT = Experiment(
     draw=COMPARISON.draw,
     summarise=COMPARISON.summarise,
     parts=(*GROUP, "arm"),
-    search_by=_by_validation,
+    search_by=COMPARISON.score,
 )

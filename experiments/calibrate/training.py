@@ -12,7 +12,6 @@ from typing import Any
 
 import peft
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -40,7 +39,7 @@ def measure(settings: Settings) -> Values:
     seed, trained, arm = settings["seed"], settings["trained"], settings["arm"]
     with torch.random.fork_rng():
         model, make_task, found = find_calibration(settings)
-        weights = found["weights"]
+        weights = [float(int(found["weights"], 16))]
         task, plan = make_task(seed), RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
@@ -51,19 +50,13 @@ def measure(settings: Settings) -> Values:
                 _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
-        if trained == EVERYTHING and not any(isinstance(m, RSAHeads) for m in variant.modules()):
-            _train_once(variant, task, {**settings, "weights": weights})
-        elif numbers:
+        if numbers:
             _train(variant, task, settings)
         if arm == AFTER:
             found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
             plan = RSAConfig.from_dict(found["config"])
             variant = make_variant(CALIBRATED, variant, plan, settings["length"], seed)
-        values: Values = {
-            "score": task.score(variant, "test"),
-            "numbers": float(numbers),
-            "weights": [float(int(weights, 16))],
-        }
+        values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers), "weights": weights}
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
     return values | {
@@ -73,14 +66,10 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def find_calibration(
-    settings: Settings,
-) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
-    """A pretrained model, what it is trained on, and what `run_calibration` finds on rows of that, computed once.
+def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
+    """A pretrained model; its task, by the seed that chooses the portion to train on; what `run_calibration` finds.
 
-    Returns:
-        The model, unpatched; its task, by the seed that chooses the portion to train on; and `config`, `gain`,
-        `gain_error`, `gain_without_recurrence` and `weights`, a digest of the model's weights.
+    That is computed once, on rows of the task; `weights` is a digest of the model's weights.
     """
     torch.manual_seed(settings["seed"])  # of a classifier's new head
     model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
@@ -117,13 +106,9 @@ def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[s
     chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
     rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
     batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
-    found = run_calibration(
-        model.to(default_device()),  # type: ignore[arg-type]
-        batches,
-        max_rows=settings["rows"],
-        seed=settings["seed"],
-        progress=False,
-    ).to_dict()
+    model.to(default_device())  # type: ignore[arg-type]
+    limits = {"max_rows": settings["rows"], "seed": settings["seed"]}
+    found = run_calibration(model, batches, **limits, progress=False).to_dict()
     return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 
 
@@ -141,17 +126,6 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
     numbers = {p for m in model.modules() if isinstance(m, RSAHeads) for p in m.parameters() if p.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(trained == NUMBERS and parameter in numbers)
-
-
-def _train_once(model: nn.Module, task: Task, settings: Settings) -> None:
-    """Train a model without RSA heads in place, once for all variants that are the plain model during training."""
-
-    def train(path: Path) -> None:
-        _train(model, task, settings)
-        save_model(model, str(path))
-
-    path = cached("trained", {name: value for name, value in settings.items() if name != "arm"}, ".safetensors", train)
-    load_model(model, path)
 
 
 def _train(model: nn.Module, task: Task, settings: Settings) -> None:

@@ -40,15 +40,7 @@ WIDEST_GATE = 0.9
 
 
 def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig, length: int, seed: int) -> Any:
-    """Turn a plain model into what a variant is before training, in place.
-
-    Args:
-        variant: its name.
-        model: the plain model.
-        plan: what `calibrate` has chosen.
-        length: tokens of a row, for the shares of random heads.
-        seed: chooses random heads.
-    """
+    """Turn a plain model into what a variant is before training, in place, for rows of `length` tokens."""
     if variant in (LORA, IA3):
         config = peft.LoraConfig(r=1, lora_alpha=1) if variant == LORA else peft.IA3Config()
         return peft.get_peft_model(model, config)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster
 from experiments.forecasting.series import Series, load_series, windows
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Column, Comparison, all_measured, measured, ratio
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import count_parameters, default_device, fit
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
+from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 from rsa_hf import param_groups
 
@@ -54,7 +54,7 @@ PLANS: dict[Size, list[tuple[str, Sequence[str], Lengths]]] = {
         ("WTH", _INFORMER, (48, 96, 96, 2, 1)),
     ],
 }
-# A day, which `experiments.theory.dilation` suggests for each of them, and is published for ETTh1.
+# A day, which `experiments.dilation` suggests for each of them, and is published for ETTh1.
 DILATION = {"seasonal-8": 8, "ETTh1": 24, "ETTh2": 24, "ETTm1": 96, "WTH": 24}
 # The stride between scored windows is coprime to the day.
 TRAINING: dict[Size, dict[str, int]] = {
@@ -64,8 +64,6 @@ TRAINING: dict[Size, dict[str, int]] = {
 }
 # Toy and quick runs have one learning rate for all variants.
 RATES: dict[Size, tuple[float, ...]] = {"toy": (1e-2,), "quick": (4e-3,), "full": (1e-3, 3e-3)}
-GROUP = ("series", "horizon", "family")
-OVER_PLAIN, OVER_NO_RECURRENCE = "rsa / plain", f"rsa / {NO_RECURRENCE}"
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
@@ -80,10 +78,9 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 
 def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> list[float]:
-    """Train with Adam, and restore the weights of the epoch with the lowest validation error.
+    """Train with Adam, and restore the weights of the epoch with the lowest validation error; the errors by epoch.
 
-    The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows, with
-    replacement. Returns the mean squared validation error after each epoch.
+    The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows.
     """
     steps, generator = settings["steps"], torch.Generator().manual_seed(settings["seed"])
     device = next(model.parameters()).device
@@ -91,7 +88,7 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // steps))
     origins = series.origins("train", task.context, task.horizon)
     # The live weights: a model that diverges at once is left diverged.
-    errors, best, best_state = list[float](), math.inf, model.state_dict()
+    errors, best_state = list[float](), model.state_dict()
 
     def loss(step: int) -> Tensor:
         chosen = origins[torch.randint(len(origins), (settings["batch"],), generator=generator)]
@@ -99,11 +96,12 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
         return F.mse_loss(model(known, times), target)
 
     def evaluate(step: int, _: Tensor) -> None:
-        nonlocal best, best_state
+        nonlocal best_state
         if step % steps == 0:
-            errors.append(score(model, series, task, "validation", settings["stride"])[0])
-            if errors[-1] < best:
-                best, best_state = errors[-1], copy.deepcopy(model.state_dict())
+            error = score(model, series, task, "validation", settings["stride"])[0]
+            if error < min(map(worst_if_nan, errors), default=math.inf):
+                best_state = copy.deepcopy(model.state_dict())
+            errors.append(error)
 
     fit(loss, optimizer, steps * settings["epochs"], model=model, schedule=schedule, after_step=evaluate)
     model.load_state_dict(best_state)
@@ -163,16 +161,15 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """Errors of a variant, RSA's relative to the others, and those of the forecast that repeats the last period."""
-    names = ["mse", "mae", "validation mse", "parameters", "learning_rate"]
-    if arm == "plain":
-        names += ["naive mse", "naive mae"]
-    columns = {name.replace("_", " "): case.values(arm, name) for name in names}
-    if arm == "rsa":
-        for name, other in ((OVER_PLAIN, "plain"), (OVER_NO_RECURRENCE, NO_RECURRENCE)):
-            columns |= {f"{error}, {name}": case.ratios("rsa", other, error) for error in ("mse", "mae")}
-    return columns
+# --- results ------------------------------------------------------------------------------------------------------
+
+GROUP = ("series", "horizon", "family")
+OVER_PLAIN, OVER_NO_RECURRENCE = "rsa / plain", f"rsa / {NO_RECURRENCE}"
+ERRORS = ("mse", "mae")
+
+
+def _of_plain(name: str) -> Column:
+    return lambda case, arm: measured(name)(case, arm) if arm == "plain" else None
 
 
 # Learning rates are never chosen by the test error.
@@ -180,9 +177,14 @@ COMPARISON = Comparison(
     GROUP,
     VARIANTS,
     lambda run: float(run.values["validation mse"]),
-    make_columns,
-    "mse",
-    "mean squared error",
+    {
+        **all_measured(*ERRORS, "validation mse", "parameters", "learning_rate"),
+        **{f"naive {error}": _of_plain(f"naive {error}") for error in ERRORS},  # the same for all variants
+        **{f"{error}, {OVER_PLAIN}": ratio({"rsa"}, "plain", error) for error in ERRORS},
+        **{f"{error}, {OVER_NO_RECURRENCE}": ratio({"rsa"}, NO_RECURRENCE, error) for error in ERRORS},
+    },
+    shown="mse",
+    label="mean squared error",
 )
 
 
@@ -190,31 +192,30 @@ def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA's error is significantly lower for every family, series and horizon."""
     over_plain, over_no_recurrence = (rows.find(f"mse, {name}") for name in (OVER_PLAIN, OVER_NO_RECURRENCE))
     sentence = (
-        f"RSA has a significantly lower error in {over_plain.below(1)} of {len(over_plain)} comparisons with the "
-        f"plain model, and in {over_no_recurrence.below(1)} with the variant without recurrence."
+        f"RSA has a significantly lower error in {over_plain.wins(1)} comparisons with the plain model, and in "
+        f"{over_no_recurrence.below(1)} with the variant without recurrence."
     )
-    naive = {(row.settings["series"], row.settings["horizon"]): row.mean for row in rows.find("naive mse")}
+    naive = {tuple(row.pick(GROUP[:2]).values()): row.mean for row in rows.find("naive mse")}
     findings = [_finding(rows, row) for row in over_plain]
     findings += [
         f"{series}, {horizon} steps: MSE {mse:.3f} by repeating the last period"
         for (series, horizon), mse in naive.items()
     ]
     compared = Rows([*over_plain, *over_no_recurrence])
-    answer = "error relative to the plain model's: " + ", ".join(
-        f"{family} {ratios.span('.2f')}" for family, ratios in over_plain.by("family").items()
-    )
+    answer = f"error relative to the plain model's: {over_plain.spans('family', '.2f')}"
     return Conclusion(compared.judge(1), answer, sentence + compared.undecided(1), tuple(findings))
 
 
 def _finding(rows: Rows, over_plain: Row) -> str:
-    group = {name: over_plain.settings[name] for name in GROUP}
+    group = over_plain.pick(GROUP)
+    series, horizon, family = group.values()
     plain, rsa = (rows.mean("mse", arm=arm, **group) for arm in ("plain", "rsa"))
     [over_no_recurrence] = rows.find(f"mse, {OVER_NO_RECURRENCE}", **group)
     text = (
-        f"{group['family']}, {group['series']}, {group['horizon']} steps: MSE {rsa:.3f} with RSA and {plain:.3f} "
-        f"without, ratio {over_plain.text('.2f')}; ratio to no recurrence {over_no_recurrence.text('.2f')}"
+        f"{family}, {series}, {horizon} steps: MSE {rsa:.3f} with RSA and {plain:.3f} without, ratio "
+        f"{over_plain.text('.2f')}; ratio to no recurrence {over_no_recurrence.text('.2f')}"
     )
-    if published := PUBLISHED.get((group["series"], group["horizon"], group["family"])):
+    if published := PUBLISHED.get((series, horizon, family)):
         plain, rsa = published
         text += f"; published {rsa:.3f} and {plain:.3f}, ratio {rsa / plain:.2f}"
     return text

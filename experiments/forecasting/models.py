@@ -35,26 +35,22 @@ class Task:
     time_features: int  # F
 
 
-def rsa_plan(family: str, dilation: int) -> RSAConfig:
-    """The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for Transformer-XL."""
-    undilated = 2 if family == "informer" else 0
-    return RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
-
-
 def make_forecaster(
     family: str, variant: str, task: Task, *, width: int, encoder_layers: int, decoder_layers: int, dilation: int
 ) -> InformerForecaster | CausalForecaster:
     """A forecaster of one of `FAMILIES`, with random weights from torch's random state, the same for all variants.
 
-    An Informer has encoder and decoder layers, Transformer-XL as many layers as both together. The width must be a
-    multiple of 8, the number of heads.
+    An Informer has encoder and decoder layers, Transformer-XL as many layers as both together.
     """
     forecaster: InformerForecaster | CausalForecaster
     if family == "informer":
         forecaster = InformerForecaster(_informer(task, width, encoder_layers, decoder_layers), task)
     else:
         forecaster = CausalForecaster(_transformer_xl(width, encoder_layers + decoder_layers), width, task)
-    add_rsa(forecaster.body, variant, None if variant == "plain" else rsa_plan(family, dilation))
+    # The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for Transformer-XL.
+    undilated = 2 if family == "informer" else 0
+    plan = RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
+    add_rsa(forecaster.body, variant, None if variant == "plain" else plan)
     return forecaster
 
 
@@ -62,17 +58,9 @@ def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) 
     both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
     stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
     stacks |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), DROPOUT)
-    config = InformerConfig(
-        context_length=task.context,
-        prediction_length=task.label + task.horizon,  # the length of the decoder's input
-        attention_type="prob",
-        sampling_factor=5,
-        distil=True,
-        d_model=width,
-        encoder_layers=encoder_layers,
-        decoder_layers=decoder_layers,
-        **stacks,
-    )
+    stacks |= {"d_model": width, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
+    stacks |= {"attention_type": "prob", "sampling_factor": 5, "distil": True}
+    config = InformerConfig(context_length=task.context, prediction_length=task.label + task.horizon, **stacks)
     # transformers derives it from lags, scales and static features, which are not used here.
     config.feature_size = task.variables + task.time_features
     return OneShotInformer(config)
@@ -90,7 +78,6 @@ def _transformer_xl(width: int, layers: int) -> TransformerXLModel:
 class OneShotInformer(InformerPreTrainedModel):
     """Encoder and decoder of the Informer, with the original's one-shot prediction (Zhou et al., 2021, section 3.3).
 
-    The decoder is given the last known steps and zeros for the future ones, and its states there are the prediction.
     transformers' `InformerForPrediction` learns a distribution of the next step instead.
     """
 
@@ -115,7 +102,7 @@ class OneShotInformer(InformerPreTrainedModel):
 
 
 class InformerForecaster(nn.Module):
-    """A linear layer on the Informer's decoder states."""
+    """A linear layer on the states of the Informer's decoder, which is given the last known steps and then zeros."""
 
     def __init__(self, body: OneShotInformer, task: Task) -> None:
         super().__init__()

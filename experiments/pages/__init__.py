@@ -13,8 +13,6 @@ from experiments.runner.experiment import Size
 from experiments.runner.runner import write_json
 
 PAGES = {
-    "start": "where the heads of a model that is trained from scratch should start",
-    "parameter-scale": "how fast gates and rates should learn",
     "devign": "MiniLM with and without RSA heads on 2,000 functions of Devign",
     "blimp": "BLiMP by lm-eval: SmolLM2 plain, with shut gates, with RSAConfig() and calibrated",
 }

@@ -2,9 +2,7 @@
 
 It needs the packages that `make blimp` installs; RSA_HF_DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The
 tasks are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning
-begins. Calibrations are the first ones of `python -m experiments calibrate --full`; with
-RSA_HF_CACHE=results/calibrations they are read, not made. Shut gates must leave each log-likelihood as it was, bit for
-bit: a ValueError ends the run where one differs.
+begins. Calibrations are the first ones of `calibrate --full`: RSA_HF_CACHE=results/calibrations has them.
 """
 
 from __future__ import annotations

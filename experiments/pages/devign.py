@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding
@@ -25,6 +23,7 @@ from experiments.pretrained import load_pretrained
 from experiments.pretrained_tasks import predict_logits
 from experiments.runner.experiment import Size
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
+from experiments.runner.processes import machine, versions
 from experiments.runner.summary import interval
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.tasks.defect_scores import compute_metrics
@@ -41,7 +40,7 @@ def run(arm: str, seed: int, size: Size) -> dict[str, Any]:
     model, tokenizer = load_pretrained("minilm", layers=6)
     if arm == "with RSA":
         patch_model(model, PLAN)
-    model = model.to(default_device())  # type: ignore[arg-type]
+    model.to(default_device())  # type: ignore[arg-type]
     examples, most = read_devign(FUNCTIONS[size]), None if size == "full" else FUNCTIONS[size]
     rows = {
         split: encode(some if split == "train" else some[:most], tokenizer, LENGTH) for split, some in examples.items()
@@ -69,27 +68,25 @@ def run(arm: str, seed: int, size: Size) -> dict[str, Any]:
 
 def write(folder: Path, size: Size, seeds: int | None) -> None:
     """Measure both models; three seeds by default."""
-    seeds = seeds or 3
-    runs = [run(arm, seed, size) for seed in tqdm(range(seeds)) for arm in ARMS]
-    made_by, test = command("devign", size, seeds), runs[0]["test"]
-    lines = [
-        "# Devign: MiniLM with and without RSA heads\n",
-        f"Made by `{made_by}`.\n",
+    runs = [run(arm, seed, size) for seed in tqdm(range(seeds or 3)) for arm in ARMS]
+    made_by, test = command("devign", size, seeds or 3), runs[0]["test"]
+    text = (
+        f"# Devign: MiniLM with and without RSA heads\n\nMade by `{made_by}`.\n\n"
         f"{FUNCTIONS[size]:,} training functions of Devign (CodeXGLUE split; the same for all runs), inputs of "
         f"{LENGTH} tokens, {EPOCHS} epochs, tested on {test['num_examples']:,} functions; the majority class has "
-        f"{test['majority_accuracy']:.2%}. ± is the 95 % interval of Student's t over the seeds.\n",
-        "| model | test accuracy | F1 | MCC | seeds, accuracy each |",
-        "|---|---|---|---|---|",
-    ]
+        f"{test['majority_accuracy']:.2%}. ± is the 95 % interval of Student's t over the seeds.\n\n"
+        "| model | test accuracy | F1 | MCC | seeds, accuracy each |\n|---|---|---|---|---|\n"
+    )
     accuracy = {arm: [r["test"]["accuracy"] for r in runs if r["arm"] == arm] for arm in ARMS}
     for arm in ARMS:
         f1, mcc = (statistics.mean(r["test"][key] for r in runs if r["arm"] == arm) for key in ("f1", "mcc"))
         each = ", ".join(f"{value:.2%}" for value in accuracy[arm])
-        lines.append(f"| {arm} | {percent(accuracy[arm])} | {f1:.4f} | {mcc:.4f} | {each} |")
+        text += f"| {arm} | {percent(accuracy[arm])} | {f1:.4f} | {mcc:.4f} | {each} |\n"
     differences = [rsa - plain for plain, rsa in zip(*accuracy.values(), strict=True)]
-    lines.append(f"\nDifference in accuracy, RSA minus plain, seed by seed: {percent(differences)}.")
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.machine()}
-    write_page(folder, "devign_minilm", size, {"command": made_by, **versions, "runs": runs}, "\n".join(lines) + "\n")
+    text += f"\nDifference in accuracy, RSA minus plain, seed by seed: {percent(differences)}.\n"
+    write_page(
+        folder, "devign_minilm", size, {"command": made_by, **versions(), "machine": machine(), "runs": runs}, text
+    )
 
 
 def percent(values: list[float]) -> str:

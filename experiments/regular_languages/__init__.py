@@ -5,10 +5,9 @@ whether the string may end; a string counts only if all steps are correct (Bhatt
 and Limitations of Transformers to Recognize Formal Languages).
 
 What to expect: a head with λ → −1 is a clock of period 2 that does not fade, which is all that (aa)* needs; a cyclical
-pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with each 1, whenever it is read: no sum
-Σ λ^τ v with fixed rates and values of single characters computes that, because it would have to multiply rather than
-add. One head can count the 1s (λ → 1), but the layers after it must learn even and odd counts one by one, up to
-those of the training strings.
+pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with each 1, whenever it is read, and no sum
+Σ λ^τ v with fixed rates does that. One head can count the 1s (λ → 1), but the layers after it must learn even and odd
+counts one by one, up to those of the training strings.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ import torch
 
 from experiments.regular_languages.languages import LANGUAGES, make_splits
 from experiments.regular_languages.networks import VARIANTS, accuracy, encode, make_network, train
-from experiments.runner.comparison import Case, Comparison
+from experiments.runner.comparison import Column, Comparison, all_measured, compared
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
 
-BINS = 3
 SETTINGS: dict[Size, dict[str, int]] = {
     "toy": {"longest": 10, "train": 64, "test": 16, "steps": 150, "batch": 4, "width": 16, "layers": 1},
     "quick": {"longest": 50, "train": 1000, "test": 100, "steps": 300, "batch": 16, "width": 32, "layers": 1},
@@ -38,11 +36,11 @@ CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] =
     "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (1e-2,)),
     "full": (tuple(LANGUAGES), ("rsa", "transformer", "lstm"), (3e-3, 1e-2)),
 }
-ALL = "all"
-PAIR = ("rsa", "transformer")
-LONGER = "right beyond the lengths trained on"
-OVER_TRANSFORMER = "{}, rsa − transformer"
-DIFFERENCE = OVER_TRANSFORMER.format(LONGER)
+
+
+def length_bins(longest: int) -> tuple[tuple[int, int], ...]:
+    """The training lengths, and two ranges beyond them."""
+    return (2, longest), (longest + 1, 2 * longest), (2 * longest + 1, 3 * longest)
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
@@ -55,7 +53,7 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 def measure(settings: Settings) -> Values:
     """Train one network on one language. A seed has the same strings for all variants."""
     language, longest, seed = LANGUAGES[settings["language"]], settings["longest"], settings["seed"]
-    bins = tuple((max(2, number * longest + 1), (number + 1) * longest) for number in range(BINS))
+    bins = length_bins(longest)
     splits = make_splits(language, settings["train"], settings["test"], seed, bins)
     device = default_device()
     with torch.random.fork_rng():
@@ -73,48 +71,50 @@ def measure(settings: Settings) -> Values:
     }
 
 
+# --- results ------------------------------------------------------------------------------------------------------
+
+ALL = "all"
+LONGER = "right beyond the lengths trained on"
+BY_LENGTH = [f"right {low}–{high}" for longest in (10, 50) for low, high in length_bins(longest)]
+DIFFERENCE = f"{LONGER}, rsa − transformer"
+
+
 def _accuracies(run: Run) -> dict[str, float]:
     """Accuracies by length, the training lengths first, and last their mean beyond those."""
-    by_length = {name: value for name, value in run.values.items() if name.startswith("right")}
+    by_length = {name: run.values[name] for name in BY_LENGTH if name in run.values}
     return by_length | {LONGER: fmean([*by_length.values()][1:])}
 
 
-def _differences(case: Case, name: str) -> list[float]:
-    return case.compare(*PAIR, lambda run, other: _accuracies(run)[name] - _accuracies(other)[name])
+def _over_transformer(name: str) -> Column:
+    of_rsa = compared({"rsa"}, "transformer", lambda run, other: _accuracies(run)[name] - _accuracies(other)[name])
+    return lambda case, arm: of_rsa(case, arm) if name in _accuracies(case.runs[arm][0]) else None
 
 
-def make_columns(case: Case, arm: str) -> dict[str, list[float]]:
-    """Accuracies of a variant, and of RSA minus the Transformer's."""
-    names = [*_accuracies(case.runs[arm][0])]
-    columns = {name: [_accuracies(run)[name] for run in case.runs[arm]] for name in names}
-    others = ("loss", "steps", "parameters", "learning_rate")
-    columns |= {name.replace("_", " "): case.values(arm, name) for name in others}
-    if arm == "rsa":
-        columns |= {OVER_TRANSFORMER.format(name): _differences(case, name) for name in names}
-    return columns
-
-
-def by_training_lengths(run: Run) -> float:
-    """The score that learning rates are chosen by: the accuracy at the training lengths, and where equal the loss."""
-    return float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values())))
-
-
+OVER_TRANSFORMER = {f"{name}, rsa − transformer": _over_transformer(name) for name in (*BY_LENGTH, LONGER)}
 COMPARISON = Comparison(
     ("language",),
-    PAIR,
-    by_training_lengths,
-    make_columns,
-    LONGER,
-    "strings entirely right, beyond the lengths trained on",
+    ("rsa", "transformer"),
+    # Learning rates are chosen by the accuracy at the training lengths, and where equal by the loss.
+    lambda run: float(run.values["loss"] - 1e4 * next(iter(_accuracies(run).values()))),
+    {
+        **all_measured(*BY_LENGTH),
+        LONGER: lambda case, arm: [_accuracies(run)[LONGER] for run in case.runs[arm]],
+        **all_measured("loss", "steps", "parameters", "learning_rate"),
+        **OVER_TRANSFORMER,
+    },
+    shown=LONGER,
+    label="strings entirely right, beyond the lengths trained on",
 )
 
 
 def summarise(runs: Sequence[Run]) -> Rows:
-    """Rows of each language; language "all" is their mean."""
+    """Rows of each language; language "all" is the mean of RSA's differences over the languages."""
     rows, cases = COMPARISON.summarise(runs), COMPARISON.cases(runs)
-    for name in _accuracies(runs[0]) if cases else ():
-        by_seed = zip(*(_differences(case, name) for case in cases), strict=True)
-        rows += make_rows({"language": ALL, "arm": "rsa"}, {OVER_TRANSFORMER.format(name): [*map(fmean, by_seed)]})
+    for name, column in OVER_TRANSFORMER.items():
+        of_languages = [values for case in cases if (values := column(case, "rsa")) is not None]
+        if of_languages:
+            overall = [*map(fmean, zip(*of_languages, strict=True))]
+            rows += make_rows({"language": ALL, "arm": "rsa"}, {name: overall})
     return rows
 
 
@@ -125,21 +125,20 @@ def conclude(rows: Rows) -> Conclusion:
     if math.isnan(overall.low):
         return Conclusion("not measurable at this size", "one seed", "There is one seed, which gives no interval.")
     parity = rows.find(DIFFERENCE, language="parity")
-    significant, better_on_parity = not overall.low <= 0 <= overall.high, bool(parity) and parity[0].low > 0
+    losses = Rows([overall, *parity]).negated()
+    significant, on_parity = not overall.low <= 0 <= overall.high, "Parity has not been run."
+    answer = f"{100 * overall.mean:+.0f} percentage points of longer strings right, over {len(each)} languages"
+    verdict = losses.judge(0) if parity else weakest(losses.judge(0), "not measurable at this size")
+    if parity:
+        on_parity = f"on Parity it is {'' if parity[0].low > 0 else 'not '}better."
+        answer += f"; {100 * parity[0].mean:+.0f} on Parity"
     sentence = (
         f"Beyond the training lengths, RSA gets {100 * overall.mean:+.1f} percentage points "
         f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
         f"Transformer, as the mean of {len(each)} languages, which is {'' if significant else 'not '}significant; "
-        + (f"on Parity it is {'' if better_on_parity else 'not '}better." if parity else "Parity has not been run.")
+        f"{on_parity}{losses.undecided(0)}"
     )
-    losses = Rows(row.scaled(-1) for row in (overall, *parity))
-    verdict = losses.judge(0)
-    if not parity:
-        verdict = weakest(verdict, "not measurable at this size")
-    findings = tuple(_finding(rows, row.settings["language"]) for row in each)
-    answer = f"{100 * overall.mean:+.0f} percentage points of longer strings right, over {len(each)} languages"
-    answer += f"; {100 * parity[0].mean:+.0f} on Parity" if parity else ""
-    return Conclusion(verdict, answer, sentence + losses.undecided(0), findings)
+    return Conclusion(verdict, answer, sentence, tuple(_finding(rows, row.settings["language"]) for row in each))
 
 
 def _finding(rows: Rows, language: str) -> str:

@@ -20,18 +20,17 @@ from random import Random
 from typing import Any
 
 PAIRS = ("()", "[]", "{}", "<>")
-BINS = ((2, 50), (51, 100), (101, 150))
 
 
 @dataclass(eq=False)
 class Automaton:
     """A deterministic finite automaton without dead states: every transition leads to some string of the language.
 
-    `transitions` has the next state by state and character. Strings are sampled uniformly among those of their length.
+    Strings are sampled uniformly among those of their length.
     """
 
     alphabet: str
-    transitions: Mapping[str, Mapping[str, str]]
+    transitions: Mapping[str, Mapping[str, str]]  # the next state by state and character
     accepting: frozenset[str]
     start: str
     # completions[r][s]: number of ways from state s to an accepting state in r characters.
@@ -193,12 +192,8 @@ LANGUAGES: dict[str, Language] = {
 def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
     """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
 
-    Returns:
-        For each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and whether the
-        prefix is a string of the language, so that it may end here.
-
-    Raises:
-        KeyError: no string of the language begins like this.
+    They are, for each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and
+    whether it may end here. A KeyError if no string of the language begins like this.
     """
     state: Any = language.start
     targets = []
@@ -237,14 +232,13 @@ class Splits:
 
 
 def make_splits(
-    language: Language, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...] = BINS
+    language: Language, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...]
 ) -> Splits:
     """Draw strings of a language: first a length, uniformly among those that occur, then a string of it.
 
-    Training strings may repeat. A bin with no more strings than requested is taken whole. If that is the first bin, as
-    for (aa)*, Tomita-1 and Tomita-2 with at most one string per length, it is used for both training and test: each
-    string is a prefix of the next, so nothing could be held out, and only the later bins are a test.
-    Each bin, given by its first and last length, must have some string.
+    Training strings may repeat. A bin, given by its first and last length, with no more strings than asked for is
+    taken whole. If that is the first bin, as for (aa)*, Tomita-1 and Tomita-2, with a string per length at most, it is
+    used for both training and test: each string is a prefix of the next, so nothing could be held out.
     """
     random = Random(seed)
     test, train, held_out = list[tuple[str, ...]](), tuple[str, ...](), True

@@ -8,9 +8,8 @@ let it count. Position ids of 0 would not do the same: they mean that every toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +46,12 @@ class StepPredictor(nn.Module):
 
 
 def make_network(variant: str, num_characters: int, width: int, layers: int) -> StepPredictor:
-    """One of `VARIANTS` with random weights, for K characters; the width is a multiple of 8, the number of heads.
-
-    There is one more token for the beginning, and one more target for the end.
-    """
+    """One of `VARIANTS` with random weights, for K characters, a token for the beginning and a target for the end."""
     size = num_characters + 1
     if variant in CELLS:
         sizes: dict[str, Any] = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": layers}
         return StepPredictor(RecurrentModel(RecurrentConfig(cell=CELLS[variant], dropout=0.0, **sizes)), width, size)
-    body = GPT2Model(small_gpt2(size, LONGEST, width, layers, HEADS, 0.0))
+    body = GPT2Model(small_gpt2(size, LONGEST, width, layers, HEADS))
     with torch.no_grad():
         body.wpe.weight.zero_()
     body.wpe.weight.requires_grad_(False)
@@ -65,26 +61,21 @@ def make_network(variant: str, num_characters: int, width: int, layers: int) -> 
     return predictor
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Strings of one language, at most T characters long, with K characters in the alphabet."""
 
     tokens: Tensor  # the beginning, K, and the characters, 0 … K − 1; [B, T + 1]
     targets: Tensor  # whether each character, and last the end, may come next; [B, T + 1, K + 1]
     real: Tensor  # the steps that belong to a string; the others are padding; [B, T + 1]
 
-    def __getitem__(self, rows: Tensor | slice) -> Batch:
+    def take(self, rows: Tensor | slice) -> Batch:
         """Some of the strings, cut at the end of the longest."""
-        real = self.real[rows]
-        steps = int(real.sum(1).max())
-        return Batch(self.tokens[rows, :steps], self.targets[rows, :steps], real[:, :steps])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+        steps = int(self.real[rows].sum(1).max())
+        return Batch(*(tensor[rows, :steps] for tensor in self))
 
     def to(self, device: torch.device) -> Batch:
         """The batch on another device."""
-        return Batch(self.tokens.to(device), self.targets.to(device), self.real.to(device))
+        return Batch(*(tensor.to(device) for tensor in self))
 
 
 def encode(language: Language, strings: Sequence[str]) -> Batch:
@@ -112,8 +103,9 @@ def correct_strings(logits: Tensor, batch: Batch) -> Tensor:
 def accuracy(model: nn.Module, batch: Batch, size: int = 100) -> float:
     """Share of strings that are predicted correctly at every step."""
     model.eval()
-    parts = [batch[slice(start, start + size)] for start in range(0, len(batch), size)]
-    return sum(int(correct_strings(model(part.tokens), part).sum()) for part in parts) / len(batch)
+    count = len(batch.tokens)
+    parts = [batch.take(slice(start, start + size)) for start in range(0, count, size)]
+    return sum(int(correct_strings(model(part.tokens), part).sum()) for part in parts) / count
 
 
 def train(
@@ -130,7 +122,7 @@ def train(
     losses: list[float] = []
 
     def loss(step: int) -> Tensor:
-        batch = data[torch.randint(len(data), (batch_size,), generator=generator)]
+        batch = data.take(torch.randint(len(data.tokens), (batch_size,), generator=generator))
         return F.binary_cross_entropy_with_logits(model(batch.tokens)[batch.real], batch.targets[batch.real])
 
     def has_learnt(step: int, value: Tensor) -> bool:

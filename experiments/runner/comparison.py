@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,39 +14,57 @@ from experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_
 
 @dataclass(frozen=True)
 class Case:
-    """The variants of one model on one data set.
-
-    Attributes:
-        settings: the settings of the case.
-        runs: by variant, the runs at its best learning rate, in the order of their seeds.
-        rates: by variant, the learning rates that it was trained at.
-    """
+    """The variants of one model on one data set."""
 
     settings: Settings
-    runs: dict[str, list[Run]]
-    rates: dict[str, list[float]]
+    runs: dict[str, list[Run]]  # by variant, at its best learning rate, in the order of their seeds
+    rates: dict[str, list[float]]  # by variant, the learning rates that it was trained at
 
-    def values(self, arm: str, name: str) -> list[float]:
-        """A measured value or a setting of a variant, by seed."""
-        return [run.values[name] if name in run.values else run.settings[name] for run in self.runs[arm]]
+    def rows(self, arm: str, columns: Mapping[str, Column], **settings: Any) -> Rows:
+        """The rows of a variant, with more settings."""
+        found = {name: column(self, arm) for name, column in columns.items()}
+        there = {name: values for name, values in found.items() if values is not None}
+        return make_rows({**self.settings, "arm": arm, **settings}, there)
 
-    def numbers(self, arm: str) -> dict[str, list[float]]:
-        """All measured numbers of a variant, and its learning rate."""
-        names = [name for name, value in self.runs[arm][0].values.items() if not isinstance(value, list)]
-        found = {name: self.values(arm, name) for name in names}
-        return found | {"learning rate": self.values(arm, "learning_rate")}
 
-    def compare(self, arm: str, other: str, compare: Callable[[Run, Run], float]) -> list[float]:
-        """Compare two variants seed by seed."""
-        return [compare(*pair) for pair in zip(self.runs[arm], self.runs[other], strict=True)]
+# (case, variant) → a value for each seed; None: the variant has no such column.
+Column = Callable[[Case, str], list[float] | None]
 
-    def differences(self, arm: str, other: str, name: str) -> list[float]:
-        """A value of one variant minus that of the other; infinite where the first diverged."""
-        return self.compare(arm, other, lambda run, against: worst_if_nan(run.values[name]) - against.values[name])
 
-    def ratios(self, arm: str, other: str, name: str) -> list[float]:
-        """A value of one variant over that of the other; infinite where the first diverged."""
-        return self.compare(arm, other, lambda run, against: worst_if_nan(run.values[name]) / against.values[name])
+def measured(name: str) -> Column:
+    """A measured value or a setting, where there is one, or the `seconds` of a run."""
+
+    def column(case: Case, arm: str) -> list[float] | None:
+        found = [{"seconds": run.seconds, **run.settings, **run.values} for run in case.runs[arm]]
+        return [each[name] for each in found] if name in found[0] else None
+
+    return column
+
+
+def all_measured(*names: str) -> dict[str, Column]:
+    """A column for each of these names, with blanks for underscores."""
+    return {name.replace("_", " "): measured(name) for name in names}
+
+
+def compared(arms: Collection[str], rival: str, compare: Callable[[Run, Run], float]) -> Column:
+    """Runs of some variants compared with those of a rival, seed by seed."""
+
+    def column(case: Case, arm: str) -> list[float] | None:
+        if arm not in arms or rival not in case.runs:
+            return None
+        return [compare(*pair) for pair in zip(case.runs[arm], case.runs[rival], strict=True)]
+
+    return column
+
+
+def difference(arms: Collection[str], rival: str, name: str) -> Column:
+    """A value of some variants minus that of a rival; infinite where a variant diverged."""
+    return compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) - other.values[name])
+
+
+def ratio(arms: Collection[str], rival: str, name: str) -> Column:
+    """A value of some variants over that of a rival; infinite where a variant diverged."""
+    return compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) / other.values[name])
 
 
 @dataclass(frozen=True)
@@ -54,25 +72,16 @@ class Comparison:
     """How to summarise and draw an experiment that compares variants of a model.
 
     Its runs have the settings `arm` (the variant), `learning_rate` and `seed`.
-
-    Attributes:
-        group: the settings that make a case.
-        needed: variants that a case needs; cases that lack one are left out.
-        score: run → score, lower is better. The best learning rate has the lowest mean score over the seeds that have
-            run at every rate.
-        columns: (case, variant) → values by measure, one value per seed.
-        shown: the measure that is drawn.
-        label: what it is, with its unit.
-        even: where the figure has a line, for instance at a difference of 0; None: it has none.
     """
 
-    group: tuple[str, ...]
-    needed: tuple[str, ...]
+    group: tuple[str, ...]  # the settings that make a case
+    needed: tuple[str, ...]  # cases that lack one of these variants are left out
+    # Lower is better. The best learning rate has the lowest mean score over the seeds that have run at every rate.
     score: Callable[[Run], float]
-    columns: Callable[[Case, str], dict[str, list[float]]]
-    shown: str = ""
-    label: str = ""
-    even: float | None = None
+    columns: Mapping[str, Column]
+    shown: str = ""  # the column that is drawn
+    label: str = ""  # what it is, with its unit
+    even: float | None = None  # where the figure has a line, for instance at a difference of 0
 
     def cases(self, runs: Sequence[Run]) -> list[Case]:
         """The complete cases, in the order of the runs."""
@@ -100,12 +109,7 @@ class Comparison:
 
     def summarise(self, runs: Sequence[Run]) -> Rows:
         """The rows of each variant of each case."""
-        return Rows(
-            row
-            for case in self.cases(runs)
-            for arm in case.runs
-            for row in make_rows({**case.settings, "arm": arm}, self.columns(case, arm))
-        )
+        return Rows(row for case in self.cases(runs) for arm in case.runs for row in case.rows(arm, self.columns))
 
     def draw(self, runs: Sequence[Run], path: Path) -> None:
         """A panel for each case: the measure `shown` of each variant, with its 95 % interval."""

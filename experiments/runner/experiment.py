@@ -39,41 +39,24 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One claim of the paper, as something to run. Where variants of a model are compared, see comparison.py.
+    """One claim of the paper, as something to run. Where variants of a model are compared, see comparison.py."""
 
-    Attributes:
-        name: its name on the command line, one of `EXPERIMENTS`.
-        claim: the claim, one sentence that can be false.
-        published: the published figures and their source, or that there are none.
-        seeds: default number of seeds for each size.
-        grid: (size, seeds) → the settings of all runs, in running order.
-        measure: settings → measured values. It must seed itself from the settings alone, so that equal settings give
-            equal values whatever ran before. May raise MissingDataError or ImportError.
-        conclude: rows → conclusion. It must be able to return "not confirmed".
-        draw: (runs, path) → None; writes the figure. None: there is none.
-        summarise: runs → rows.
-        remark: what a reader must know about models or data to interpret the result.
-        parts: settings that `--only` can select by; `summarise` and `conclude` must accept any selection.
-        search_by: run → score, lower is better. The learning rate is searched with the first seed by this score, see
-            rate_search.py; None: every seed runs the whole grid.
-        needs_gpu: whether a run is too large for a CPU. Such runs are skipped on a machine without a GPU.
-        revision: increase it when `measure` changes its meaning; older runs are then run again.
-    """
-
-    name: str
-    claim: str
-    published: str
+    name: str  # one of `EXPERIMENTS`
+    claim: str  # one sentence that can be false
+    published: str  # the published figures and their source, or that there are none
     seeds: Mapping[Size, int]
-    grid: Callable[[Size, int], Sequence[Settings]]
+    grid: Callable[[Size, int], Sequence[Settings]]  # (size, seeds) → the settings of all runs, in running order
+    # It seeds itself from the settings alone, so that equal settings give equal values whatever ran before.
     measure: Callable[[Settings], Values]
-    conclude: Callable[[Rows], Conclusion]
+    conclude: Callable[[Rows], Conclusion]  # must be able to return "not confirmed"
     draw: Callable[[Sequence[Run], Path], None] | None = None
     summarise: Callable[[Sequence[Run]], Rows] = field(default=summarise)
-    remark: str = ""
-    parts: tuple[str, ...] = ()
+    remark: str = ""  # what a reader must know about models or data to interpret the result
+    parts: tuple[str, ...] = ()  # settings that `--only` selects by; `conclude` must accept any selection
+    # Run → score, lower is better: learning rates are searched with the first seed, see rate_search.py.
     search_by: Callable[[Run], float] | None = None
-    needs_gpu: Callable[[Settings], bool] = lambda settings: False
-    revision: int = 1
+    needs_gpu: Callable[[Settings], bool] = lambda settings: False  # such runs are skipped on a machine without a GPU
+    revision: int = 1  # increase it when `measure` changes its meaning; older runs are then run again
 
     def keyed_grid(self, size: Size, seeds: int) -> dict[str, Settings]:
         """The settings of all runs by their keys."""
@@ -92,11 +75,7 @@ def run_key(settings: Settings, revision: int) -> str:
 
 
 def find_experiment(name: str) -> Experiment:
-    """Import an experiment by name.
-
-    Raises:
-        RequestError: there is no such experiment.
-    """
+    """Import an experiment by name; a RequestError if there is none."""
     if name not in EXPERIMENTS:
         raise RequestError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}.")
     experiment = import_module(f"experiments.{name.replace('-', '_')}").EXPERIMENT

@@ -19,11 +19,7 @@ class MissingDataError(FileNotFoundError):
 
 
 def data_file(relative: str) -> Path:
-    """A file of the data folder, for instance `ett/ETTh1.csv.xz`.
-
-    Raises:
-        MissingDataError: the variable is not set, or there is no such file.
-    """
+    """A file of the data folder, for instance `ett/ETTh1.csv.xz`; a MissingDataError if it is not there."""
     folder = os.environ.get(DATA)
     if not folder:
         raise MissingDataError(f"{relative} is needed: set {DATA} to the data folder that contains it.")
@@ -36,14 +32,8 @@ def data_file(relative: str) -> Path:
 def cached(what: str, settings: Mapping[str, Any], suffix: str, make: Callable[[Path], None]) -> Path:
     """The file that `make` writes for these settings; made once, also by several processes.
 
-    Files are in the folder that the environment variable RSA_HF_CACHE names, `~/.cache/rsa_hf` by default. Delete them
-    after a change of the code that makes them.
-
-    Args:
-        what: begins the name of the file.
-        settings: all that the content depends on, as JSON values.
-        suffix: ends the name of the file.
-        make: writes to a path.
+    It is in the folder that the environment variable RSA_HF_CACHE names, `~/.cache/rsa_hf` by default. Delete it after
+    a change of the code that makes it. `what` begins its name; its content depends on nothing but `settings`.
     """
     folder = Path(os.environ.get(CACHE, "~/.cache/rsa_hf")).expanduser()
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,12 +39,10 @@ def fit(
     Args:
         loss: step, counted from 1 → the loss of its batch.
         optimizer: holds the parameters.
-        steps: number of steps.
-        model: set to training mode before each step; its gradient is clipped at norm 1. None: neither is done, for
-            parameters outside a module.
-        schedule: learning rate schedule, advanced after each step.
-        after_step: (step, detached loss), called after each step to evaluate or record; training ends if it returns
-            True.
+        steps: at most.
+        model: set to training mode before each step, and its gradient clipped at norm 1.
+        schedule: advanced after each step.
+        after_step: gets the step and the detached loss, to evaluate or record; training ends if it returns True.
     """
     for step in range(1, steps + 1):
         if model is not None:
@@ -81,16 +79,7 @@ def batch_loss(
     collate: Callable[[list[Any]], Any] = default_collate,
     skip: int = 0,
 ) -> Callable[[int], Tensor]:
-    """The loss for `fit` of a model that returns one, on batches of rows.
-
-    Args:
-        model: takes what `collate` returns, by keyword.
-        rows: to draw from.
-        batch: rows in a step.
-        seed: shuffles the rows in each pass.
-        collate: rows → a batch.
-        skip: number of batches that are left out at the start.
-    """
+    """The loss for `fit` of a model that returns one, on batches of shuffled rows, after the first `skip` batches."""
     order, device = islice(shuffled_rows(len(rows), batch, seed), skip, None), next(model.parameters()).device
 
     def loss(step: int) -> Tensor:

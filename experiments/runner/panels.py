@@ -14,22 +14,12 @@ __all__ = ["COLOURS", "panels"]
 
 
 @contextmanager
-def panels(path: str | Path, count: int, columns: int = 3, sharey: bool = False) -> Iterator[list[Any]]:
-    """Yield axes; save the figure when the block ends without an error.
-
-    Args:
-        path: the file, usually a `.png`; its folder is created.
-        count: number of axes.
-        columns: at most this many side by side.
-        sharey: whether they share the y axis.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+def panels(path: str | Path, count: int, columns: int = 3) -> Iterator[list[Any]]:
+    """Yield axes, some of them side by side; save the figure when the block ends without an error."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     with saved_figure(path, max(5.0, 3.4 * columns), 3.0 * rows + 0.2) as figure:
-        grid = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
+        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes in grid[count:]:
             axes.set_axis_off()
         yield grid[:count]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -17,17 +18,15 @@ import transformers
 from experiments.runner.summary import Run, Settings, Values
 
 Measure = Callable[[Settings], Values]
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
     """Name of the GPU and whether it multiplies float32 in TF32, or of the processor with the number of threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name() + ", TF32" * (torch.get_float32_matmul_precision() != "highest")
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    threads = torch.get_num_threads()
-    name = models[0] if models else platform.processor() or platform.machine()
+    info, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
+    found = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    name = found[1] if found else platform.processor() or platform.machine()
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
@@ -50,24 +49,15 @@ def default_jobs() -> int:
 
 
 def workers(jobs: int) -> Executor:
-    """Processes that share the cores equally and serve one experiment after another.
-
-    A worker takes seconds to start and keeps the data and pretrained models that it has read.
-    """
+    """Processes that share the cores equally, and keep the data that they have read for the next experiment."""
     threads = max(1, default_jobs() // jobs)
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start, (threads,))
 
 
 def run_all(measure: Measure, grid: Mapping[str, Settings], executor: Executor | None) -> Iterator[tuple[str, Run]]:
-    """Run settings and yield each finished run with its key.
+    """Run settings, by key, in workers or in this process, and yield each finished run with its key.
 
-    Args:
-        measure: `Experiment.measure`; with workers it must be picklable.
-        grid: settings by key.
-        executor: of `workers`; None, or a single run: in this process.
-
-    Raises:
-        The first exception of `measure`; runs that have not started are dropped.
+    After an exception, runs that have not started are dropped.
     """
     if executor is None or len(grid) < 2:
         for key, settings in grid.items():

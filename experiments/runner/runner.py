@@ -42,16 +42,7 @@ def run_experiment(
     """Run what has not run yet, then write table, figure, conclusion and configuration.
 
     These cover all runs of this size that are finished for every seed, from this call or an earlier one, on this
-    machine or another. Without a GPU, runs that need one are skipped.
-
-    Args:
-        experiment: the experiment.
-        size: its size.
-        root: the folder of `results/reproduce`.
-        seeds: number of seeds, at least 1; default: the experiment's own for this size.
-        only: allowed values, as strings, by setting; other runs are left out.
-        progress: show a progress bar.
-        executor: runs several at a time, see `workers`; None: this process.
+    machine or another. Without a GPU, runs that need one are skipped. `only` has the allowed values of some settings.
 
     Raises:
         MissingDataError: data is missing.
@@ -71,9 +62,11 @@ def run_experiment(
             bar.total = number_of_runs(grid, finished, score)
             for key, run in run_all(experiment.measure, left, executor):
                 finished[key] = run
+                record = asdict(run)
+                record = {"key": key, "cell": record.pop("settings"), **record}
                 with (folder / RUNS).open("a", encoding="utf-8") as file:
-                    file.write(_to_line(key, run))
-                bar.set_postfix_str(f"done: {_describe(run.settings)}", refresh=False)
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                bar.set_postfix(run.settings, refresh=False)
                 bar.update()
     # Read again: another process may have run another part.
     conclusion, runs = _write_results(experiment, size, folder, seeds, read_runs(folder))
@@ -86,9 +79,6 @@ def rebuild_results(root: Path) -> None:
     """Write tables, conclusions and configurations again from the stored runs, without running anything.
 
     Folders without runs of the experiment's present revision stay as they are. Figures are not drawn again.
-
-    Raises:
-        RequestError: a stored file cannot be read.
     """
     for name in EXPERIMENTS:
         for size in SIZES:
@@ -107,17 +97,16 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         if name not in experiment.parts:
             allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
             raise RequestError(f"{experiment.name} cannot be split by {name!r}; allowed: {allowed}.")
-        existing = list(dict.fromkeys(str(settings[name]) for settings in grid.values()))
-        for value in wanted:
-            if value not in existing:
-                raise RequestError(f"{name}={value} is in no run of this size; choose from {', '.join(existing)}.")
+        existing = dict.fromkeys(str(settings[name]) for settings in grid.values())
+        if unknown := set(wanted) - set(existing):
+            raise RequestError(f"{name}={', '.join(unknown)} is in no run of this size; choose from {[*existing]}.")
     selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
-    if not selected:
-        wanted = {name: " or ".join(values) for name, values in only.items()}
-        raise RequestError(f"no run of {experiment.name} has {_describe(wanted)}.")
     possible = {k: each for k, each in selected.items() if torch.cuda.is_available() or not experiment.needs_gpu(each)}
     if not possible:
-        raise RequestError(f"all selected runs of {experiment.name} need a GPU, and there is none here.")
+        why = (
+            "all of these runs need a GPU, and there is none here" if selected else "no run has all of these settings"
+        )
+        raise RequestError(f"{experiment.name}: {why}.")
     return possible
 
 
@@ -156,11 +145,7 @@ def _write_results(
 
 
 def read_runs(folder: Path) -> dict[str, Run]:
-    """The finished runs of a folder, by key.
-
-    Raises:
-        RequestError: the file is damaged.
-    """
+    """The finished runs of a folder, by key; a RequestError if the file is damaged."""
     path = folder / RUNS
     if not path.exists():
         return {}
@@ -177,18 +162,9 @@ def read_runs(folder: Path) -> dict[str, Run]:
     return found
 
 
-def _to_line(key: str, run: Run) -> str:
-    record = asdict(run)
-    return json.dumps({"key": key, "cell": record.pop("settings"), **record}, ensure_ascii=False) + "\n"
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a value as a results file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _describe(settings: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _markdown(rows: Rows) -> str:

@@ -17,7 +17,7 @@ Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its settings, what it measured, its wall time, the processor or GPU, versions of packages."""
+    """A finished run: its settings and what it measured; its wall time, processor or GPU, and versions of packages."""
 
     settings: Settings
     values: Values
@@ -28,21 +28,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One measure of runs that differ in their seed alone.
+    """One measure of runs that differ in their seed alone."""
 
-    Attributes:
-        settings: the settings that the runs share.
-        measure: name of the measure.
-        mean: mean over the seeds.
-        low: lower end of the 95 % interval; NaN if there is none.
-        high: upper end.
-        seeds: number of seeds.
-    """
-
-    settings: Settings
+    settings: Settings  # those that the runs share
     measure: str
-    mean: float
-    low: float
+    mean: float  # over the seeds
+    low: float  # the lower end of the 95 % interval; NaN if there is none
     high: float
     seeds: int
 
@@ -50,6 +41,10 @@ class Row:
         """The row of all values times a factor; negative factors turn the interval round."""
         low, high = (self.low, self.high) if factor > 0 else (self.high, self.low)
         return replace(self, mean=factor * self.mean, low=factor * low, high=factor * high)
+
+    def pick(self, names: Sequence[str]) -> dict[str, Any]:
+        """Some of the settings."""
+        return {name: self.settings[name] for name in names}
 
     def text(self, number_format: str) -> str:
         """Mean and interval, each in a format such as `+.3f`."""
@@ -75,6 +70,10 @@ class Rows(list[Row]):
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
 
+    def counts(self) -> tuple[int, int]:
+        """In how many runs a measure of 0 or 1 was 1, and the number of runs."""
+        return round(sum(row.mean * row.seeds for row in self)), sum(row.seeds for row in self)
+
     def negated(self) -> Rows:
         """The rows with the opposite sign: of gains, where more is better, losses."""
         return Rows(row.scaled(-1) for row in self)
@@ -84,9 +83,17 @@ class Rows(list[Row]):
         ends = min(row.mean for row in self), max(row.mean for row in self)
         return " to ".join(dict.fromkeys(f"{end:{number_format}}" for end in ends))
 
+    def spans(self, setting: str, number_format: str) -> str:
+        """The span for each value of a setting, such as `gpt2 0.18 to 0.46, llama 0.54`."""
+        return ", ".join(f"{value} {rows.span(number_format)}" for value, rows in self.by(setting).items())
+
     def below(self, even: float) -> int:
         """The number of rows that are significantly better."""
         return sum(row.high < even for row in self)
+
+    def wins(self, even: float) -> str:
+        """The same, such as `3 of 4`."""
+        return f"{self.below(even)} of {len(self)}"
 
     def judge(self, even: float) -> Verdict:
         """The verdict on the comparisons in these rows.
@@ -160,19 +167,12 @@ def worst_if_nan(score: float) -> float:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What the rows say about the claim.
-
-    Attributes:
-        verdict: the verdict.
-        answer: the result in a few words, for the table at the top of RESULTS.md.
-        sentence: the result in a sentence or a few.
-        findings: the comparisons that it follows from.
-    """
+    """What the rows say about the claim."""
 
     verdict: Verdict
-    answer: str
+    answer: str  # in a few words, for the table at the top of RESULTS.md
     sentence: str
-    findings: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()  # the comparisons that it follows from
 
     def __str__(self) -> str:
         return "\n".join([f"{self.verdict}: {self.sentence}", *(f"  {each}" for each in self.findings)])

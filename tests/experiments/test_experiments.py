@@ -25,7 +25,7 @@ def test_a_grid_has_each_run_once(name, size):
     experiment = find_experiment(name)
     grid = experiment.grid(size, 2)
     assert max(Counter(run_key(settings, experiment.revision) for settings in grid).values()) == 1
-    assert {int(settings["seed"]) for settings in grid} >= {0, 1}
+    assert len({settings["seed"] for settings in grid}) >= 2
     # `--only` splits its values at commas.
     assert not any("," in str(settings[part]) for settings in grid for part in experiment.parts)
     assert (experiment.search_by is None) or all("learning_rate" in settings for settings in grid)
@@ -91,11 +91,6 @@ def test_equal_settings_give_equal_values(name):
     [
         # Gates that start nearly shut change little in so few steps.
         ("fine-tune", ("confirmed", "not measurable at this size"), "gains significantly"),
-        (
-            "synthetic",
-            ("confirmed", "not measurable at this size", "not confirmed"),
-            "Relative to the linear RNN at α > 0.6, RSA predicts",
-        ),
         # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.
         ("regular-languages", ("not confirmed",), "which is significant; on Parity it is not better"),
         ("forecasting", ("confirmed", "not measurable at this size"), "lower error in"),
@@ -137,8 +132,7 @@ def test_a_gain_that_no_recurrence_reaches_too_is_not_confirmed(name):
 
 @pytest.mark.parametrize("name", [name for name in BY_RECURRENCE if name != "fine-tune"])
 def test_a_run_that_diverges_only_with_rsa_is_not_confirmed(name):
-    diverged, without = (0.5, math.nan, 0.6), fake_runs(name, NO_RECURRENCE, PLAIN)
-    assert verdict(name, diverged, without) == "not confirmed"
+    assert verdict(name, (0.5, math.nan, 0.6), fake_runs(name, NO_RECURRENCE, PLAIN)) == "not confirmed"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,14 +3,11 @@
 import argparse
 import math
 
-import pytest
 import torch
 from torch import nn
 
-from experiment_runs import conclude, measure_again, patch_with_shut_gates
-from experiments import fine_tune as package
 from experiments.corpora import portion
-from experiments.fine_tune import EXPERIMENT, GAIN, fine_tune
+from experiments.fine_tune import fine_tune
 from experiments.pretrained_tasks import Task
 
 
@@ -19,12 +16,9 @@ def test_a_portion_has_whole_lines_and_the_size_asked_for():
     assert portion(text, 1.0, 3) == text
     pieces = {portion(text, 0.1, seed) for seed in range(20)}
     assert len(pieces) > 15
-    lines = text.splitlines(keepends=True)
     for piece in pieces:
-        found = piece.splitlines(keepends=True)
-        begin = lines.index(found[0])
-        assert lines[begin : begin + len(found)] == found
-        assert 0.1 * len(text) - 2 * len(lines[-1]) < len(piece) <= 0.1 * len(text)
+        assert b"\n" + piece in b"\n" + text and piece.endswith(b"\n")
+        assert 0.1 * len(text) - 30 < len(piece) <= 0.1 * len(text)
     assert len(portion(b"x" * 1000, 0.1, 0)) == 100  # a text of one line is cut inside the line
 
 
@@ -54,7 +48,6 @@ def test_the_test_score_is_that_of_the_step_with_the_best_validation_score():
     model, plan = Counter(), {"learning_rate": 0.1, "batch": 2, "seed": 0}
     task = scripted([3.0, 2.0, 1.0, 1.5, 4.0], lambda weight: -weight)
     values = fine_tune(model, task, **plan, steps=8, evaluations=4)
-    assert values["steps scored"] == [0, 2, 4, 6, 8] and values["validation scores"] == [3.0, 2.0, 1.0, 1.5, 4.0]
     assert (values["best step"], values["validation"], values["before training"]) == (4, 1.0, 0.0)
     assert 0 > values["loss"] > -float(model.weight.detach())  # training went on after the best step
     diverges = scripted([3.0, 2.0, math.nan], lambda weight: -weight)
@@ -62,14 +55,3 @@ def test_the_test_score_is_that_of_the_step_with_the_best_validation_score():
     never = scripted([1.0, 2.0, 2.0], lambda weight: weight)
     values = fine_tune(Counter(), never, **plan, steps=4, evaluations=2)
     assert (values["best step"], values["loss"]) == (0, 0.0)
-
-
-@pytest.mark.usefixtures("use_small_data")
-def test_gates_that_stay_shut_gain_nothing(toy, monkeypatch):
-    runs, _ = toy("fine-tune")
-    assert all(run.values["bits per byte"] < run.values["before training"] for run in runs)
-    assert abs(EXPERIMENT.summarise(runs).mean(GAIN)) > 1e-4  # gates that can learn change the score
-    monkeypatch.setattr(package, "add_rsa", lambda model, variant, config: patch_with_shut_gates(model))
-    broken = conclude("fine-tune", measure_again(EXPERIMENT, runs, arm="rsa"))
-    assert broken.verdict == "not confirmed"
-    assert "in 0 of 1 cases" in broken.sentence and "+0.000 (+0.000 … +0.000)" in broken.findings[0]

@@ -1,9 +1,8 @@
 """The experiment `language-model`: memory during training, and the verdict."""
 
-import math
-
 import pytest
 import torch
+from transformers import get_cosine_schedule_with_warmup
 
 from experiment_runs import finished, zero_rems
 from experiments.language_model import (
@@ -31,13 +30,10 @@ def test_training_carries_memory_until_the_end_of_the_text(architecture):
         return build(architecture, 256, "rsa").train()
 
     def by_hand(carry):
-        model = fresh()
+        model, mems = fresh(), None
         optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
-        mems = None
+        schedule = get_cosine_schedule_with_warmup(optimizer, 1, 5)
         for step in range(5):
-            rate = min(step, 1) * (1 + math.cos(math.pi * (max(step, 1) - 1) / 4)) / 2
-            for group, fresh_group in zip(optimizer.param_groups, param_groups(model, 1e-2), strict=True):
-                group["lr"] = rate * fresh_group["lr"]
             begin = step % 2 * 64
             rows = torch.stack([streams.token_ids[stream * 128 + begin :][:65] for stream in range(2)])
             out = model(rows[:, :-1], mems=mems if step % 2 and carry else None)
@@ -45,6 +41,7 @@ def test_training_carries_memory_until_the_end_of_the_text(architecture):
             torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 

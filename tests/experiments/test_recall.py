@@ -1,12 +1,11 @@
 """Associative recall: its rows, its score, and what is concluded from steps."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from experiment_runs import finished
+from experiment_runs import Lookup, finished
 from experiments import recall
 from experiments.runner.experiment import find_experiment
 from experiments.variants import CONVOLUTION, make_variant
@@ -25,21 +24,8 @@ def test_repeated_keys_ask_for_the_values_of_their_pairs():
 
 
 def test_a_model_that_looks_keys_up_recalls_at_once_and_one_that_guesses_does_not():
-    class Looks(torch.nn.Module):
-        def __init__(self, knows):
-            super().__init__()
-            self.knows, self.weight = knows, torch.nn.Parameter(torch.zeros(()))
-
-        def forward(self, input_ids, use_cache):
-            logits = torch.zeros(*input_ids.shape, recall.SYMBOLS)
-            for row, tokens in enumerate(input_ids.tolist()):
-                values = dict(zip(tokens[:6:2], tokens[1:6:2], strict=True))
-                for place, token in enumerate(tokens):
-                    logits[row, place, values.get(token, 0) if self.knows else recall.SYMBOLS - 1] = 9.0
-            return SimpleNamespace(logits=logits + self.weight)
-
-    assert recall.train(Looks(True), 3, 200, 1e-3, seed=0) == [1.0]
-    shares = recall.train(Looks(False), 3, 120, 1e-3, seed=0)
+    assert recall.train(Lookup(3, recall.SYMBOLS, True), 3, 200, 1e-3, seed=0) == [1.0]
+    shares = recall.train(Lookup(3, recall.SYMBOLS, False), 3, 120, 1e-3, seed=0)
     assert len(shares) == 2 and max(shares) < 0.1  # after 100 steps, and at the end
     assert recall.score([0.2, 0.995], 4000) == 200 and recall.score([0.25], 4000) == 7000
 

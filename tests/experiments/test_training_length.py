@@ -6,11 +6,19 @@ import pytest
 import torch
 from transformers import get_wsd_schedule
 
-from experiment_runs import finished
+from experiment_runs import Lookup, finished
 from experiments.byte_models import SHAPES, build
 from experiments.corpora import read_corpus
 from experiments.runner.fit import batch_loss, fit
-from experiments.training_length import EXPERIMENT, RATIO, RECALLED, SAVED, train_lengths
+from experiments.training_length import (
+    EXPERIMENT,
+    RATIO,
+    RECALLED,
+    SAVED,
+    key_value_rows,
+    recalled_pairs,
+    train_lengths,
+)
 from experiments.variants import make_variant
 from rsa_hf import param_groups
 from rsa_hf.tasks.text_scores import evaluate_language_model
@@ -41,18 +49,11 @@ def runs(arm, doublings=0.0):
     """Scores 3 − log₂ tokens / 10, from 1 to 8 tokens, as if trained with `doublings` more; three seeds differ."""
     shared = {"corpus": "python", "model": "0.03M", "family": "llama", "longest": 8.0, "learning_rate": RATE}
     tokens = [1.0, 2.0, 4.0, 8.0]
+    values = {"final": 1.0, "tokens": tokens, "tokens per parameter": tokens, RECALLED: 0.5 + doublings / 10}
+    curves = [[3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens] for seed in range(3)]
     return [
-        finished(
-            {**shared, "arm": arm, "seed": seed},
-            {
-                "final": 1.0,
-                "tokens": tokens,
-                "tokens per parameter": tokens,
-                "bits per byte": [3 - (math.log2(n) + doublings) / 10 + seed / 1000 for n in tokens],
-                RECALLED: 0.5 + doublings / 10,
-            },
-        )
-        for seed in range(3)
+        finished({**shared, "arm": arm, "seed": seed}, {**values, "bits per byte": curve})
+        for seed, curve in enumerate(curves)
     ]
 
 
@@ -70,3 +71,20 @@ def test_the_verdict_is_on_the_longest_training(doublings, verdict):
     conclusion = EXPERIMENT.conclude(rows)
     assert conclusion.verdict == verdict
     assert "llama of 0.03M at 8 tokens per parameter" in conclusion.sentence
+
+
+# --- recall -------------------------------------------------------------------------------------------------------
+
+
+def test_every_asked_key_has_the_value_of_its_pair():
+    tokens, labels = key_value_rows(20, 48, torch.Generator().manual_seed(0))
+    for row, asked in zip(tokens.tolist(), labels.tolist(), strict=True):
+        pairs = dict(zip(row[:24:2], row[1:24:2], strict=True))
+        assert len(pairs) == 12 and pairs == dict(zip(row[24::2], row[25::2], strict=True))
+        assert asked[:24] == [-100] * 24 and asked[24::2] == [-100] * 12 and asked[25::2] == row[25::2]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_recalled_pairs_are_those_that_the_model_names(knows):
+    model = Lookup(SHAPE.block // 32, 256, knows)
+    assert recalled_pairs(model, SHAPE, learning_rate=0.0, steps=1, seed=0) == knows
