@@ -45,10 +45,11 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
             unknown = [key for key in overrides if not hasattr(usual, key)]
         else:
             config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
+            usual = config
     except StrictDataclassError as error:
         raise ValueError(f"config_overrides={brief(overrides)}: {error}") from error
     for key in unknown:
-        hint = did_you_mean(key, config.to_dict())
+        hint = did_you_mean(key, usual.to_dict())
         raise ValueError(f"config_overrides: a {type(config).__name__} has no entry {key!r}.{hint}")
     keywords = {} if arguments.attn_implementation is None else {"attn_implementation": arguments.attn_implementation}
     model: PreTrainedModel

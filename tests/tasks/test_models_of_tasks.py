@@ -133,3 +133,17 @@ def test_only_the_functions_to_score_are_read(functions, tmp_path):
     model = save(tmp_path / "model", CONFIGS["bert"](), AutoModelForSequenceClassification)
     settings = [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
     assert defect_detection.evaluate(model, "validation", settings)["num_examples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"n_layers": 1}, "config_overrides: a GPT2Config has no entry 'n_layers'.* 'n_layer'"),
+        ({"n_layer": "two"}, "config_overrides=.*n_layer.*expected int, got str"),
+    ],
+)
+@pytest.mark.parametrize("from_scratch", [True, False])
+def test_an_override_that_the_config_does_not_take_is_an_error(gpt2, from_scratch, overrides, words):
+    model = {"model_type": "gpt2"} if from_scratch else {"model_name_or_path": gpt2}
+    with pytest.raises(ValueError, match=words):
+        load_model(AutoModelForCausalLM, ModelArguments(**model, config_overrides=overrides))
