@@ -139,7 +139,7 @@ def test_only_the_functions_to_score_are_read(functions, tmp_path):
     ("overrides", "words"),
     [
         ({"n_layers": 1}, "config_overrides: a GPT2Config has no entry 'n_layers'.* 'n_layer'"),
-        ({"n_layer": "two"}, "config_overrides=.*n_layer.*expected int, got str"),
+        ({"n_layer": "two"}, "(?s)config_overrides=.*n_layer.*expected int, got str"),
     ],
 )
 @pytest.mark.parametrize("from_scratch", [True, False])
