@@ -203,7 +203,9 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, capsys, monkey
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, capsys, number):
     settings = {**LM, "train_file": str(text), "max_steps": 60, "eval_steps": 5, "save_steps": 5}
     run = ["train", "lm", written(tmp_path, settings), "--output_dir"]
