@@ -27,7 +27,7 @@ import torch
 from experiments import byte_models, language_model, recall
 from experiments.byte_models import SHAPES, train_on_bytes
 from experiments.corpora import read_corpus
-from experiments.forms import FormHeads
+from experiments.forms import FORMS, FormHeads
 from experiments.runner.comparison import Comparison, all_measured, difference
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import count_parameters, default_device
@@ -41,7 +41,7 @@ class Candidate:
     """RSA heads in cyclical pairs, with θ spread over (0, π) and gates from σ(1).
 
     Attributes:
-        form: the form of f(τ), one of `experiments.forms.FORMS`.
+        form: the form of f(τ): `paper`, `amplitude` (`learned_amplitude`), or one of `experiments.forms.FORMS`.
         lags: K, of a kernel.
         pace: `parameter_scale`, how much faster than the weights gates and rates learn.
         share: of the heads that are RSA heads.
@@ -115,10 +115,12 @@ def add_candidate(model: Any, candidate: Candidate | None) -> Any:
         parameter_scale=candidate.pace,
         gate_per_head=candidate.gate_per_head,
         nu_init=candidate.nu,
+        learned_amplitude=candidate.form == "amplitude",
     )
     patch_model(model, config)
-    for module, heads in patched_modules(model):
-        module.rsa = FormHeads(heads, candidate.form, candidate.lags)
+    if candidate.form in FORMS:
+        for module, heads in patched_modules(model):
+            module.rsa = FormHeads(heads, candidate.form, candidate.lags)
     return model
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from experiment_runs import finished
 from experiments import byte_models, defaults
+from experiments.forms import FormHeads
 from experiments.runner.experiment import find_experiment
 from experiments.variants import CONVOLUTION, patched_modules
 
@@ -53,6 +54,8 @@ def test_a_candidate_is_what_it_says(arm):
     assert len(layers) == (0 if candidate is None else 2)
     for heads in layers:
         R = round(4 * candidate.share)
-        assert heads.form == candidate.form and len(heads.spec.heads) == R
+        assert getattr(heads, "form", candidate.form) == candidate.form and len(heads.spec.heads) == R
+        assert isinstance(heads, FormHeads) == (candidate.form not in ("paper", "amplitude"))
+        assert heads.spec.learned_amplitude == (candidate.form == "amplitude")
         assert len(heads.mu) == (R if candidate.gate_per_head else 1)
         assert heads.spec.parameter_scale == candidate.pace
