@@ -91,8 +91,8 @@ class RSAReport:
                 rates = (h.decay, h.decay_start, h.theta, h.theta_start)
                 signed = ["" if rate is None else f"{rate:+.4f}" for rate in rates]
                 place = (layer.module, str(h.head), h.kind, str(h.dilation))
-                amplitude = [f"{complex(*h.amplitude or (math.nan,)):+.4f}"] if is_learned else []
-                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}", *amplitude])
+                amplitude = "" if h.amplitude is None else f"{complex(*h.amplitude):+.4f}"
+                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}", *[amplitude] * is_learned])
         return f"{format_table(rows)}\n{len(self.layers)} layers, {self.num_parameters} RSA parameters"
 
 

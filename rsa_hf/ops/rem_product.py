@@ -75,7 +75,8 @@ def rem_product(
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
     if amplitude is not None and amplitude.shape != (H, 2):
         raise ValueError(f"amplitude has shape {tuple(amplitude.shape)}: [{H}, 2] is needed.")
-    rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), amplitude)
+    c = None if amplitude is None else amplitude.to(decay)
+    rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), c)
     packed = None if documents is None else document_index(documents)
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0

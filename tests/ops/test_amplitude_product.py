@@ -9,11 +9,8 @@ import torch
 from ops.agreement import values_and_gradients
 from ops.mixed_product import device
 from references import double_loop, relative_error
-from rsa_hf.ops.autograd import apply_rems
-from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import Rems
+from rsa_hf import rem_matrix, rem_product
 
-KINDS = ("cos",) * 6  # not read: they say what c is where none is given
 DILATION = (1, 1, 1, 3, 2, 1)
 # A head that is off, two that pass on the last token alone, a rate near 1, angles of 0 and π.
 DECAY = (0.7, 0.0, -0.9, 0.5, 1 - 1e-6, 0.8)
@@ -49,13 +46,12 @@ def backwards(c, rate, angle, lag):
 @pytest.mark.parametrize(("T", "S", "window"), [(37, 37, None), (21, 40, None), (35, 35, 9)])
 def test_any_amplitude_agrees_with_nested_loops(backend, causal, T, S, window):
     tensors, offset = draw(S, torch.float32 if backend == "triton" else torch.float64), S - T
-    mask = AttentionMask(T, S, offset, causal, None, None, window)
     visible = (offset + torch.arange(T)[:, None] - torch.arange(S)).abs() < (window or S)
     visible = visible.expand(2, 1, T, S)
 
-    def product(value, *rates):
-        decay, theta, amplitude = rates
-        return apply_rems(value, Rems(KINDS, decay, theta, DILATION, 1, tuple(range(len(KINDS))), amplitude), mask)
+    def product(value, decay, theta, amplitude):
+        masks = {"query_length": T, "causal": causal, "sliding_window": window}
+        return rem_product(value, "cos", decay, theta, DILATION, **masks, amplitude=amplitude)
 
     def loops(weight, value, decay, theta, amplitude):
         return double_loop(value, [*amplitude], decay, theta, DILATION, T, offset, causal, visible, weight)
@@ -66,6 +62,9 @@ def test_any_amplitude_agrees_with_nested_loops(backend, causal, T, S, window):
     expected = values_and_gradients(functools.partial(loops, weight), exact)
     errors = {name: relative_error(*pair) for name, *pair in zip(names, found, expected, strict=True)}
     assert max(errors.values()) < (1e-4 if backend == "triton" else 1e-9), errors
+    value, decay, theta, amplitude = exact
+    P = rem_matrix("cos", decay, theta, DILATION, query_length=T, key_length=S, causal=causal, amplitude=amplitude)
+    assert relative_error(torch.where(visible, P, 0) @ value, expected[0]) < 1e-9
     for broken in (one_step_late, conjugate, backwards):
         wrong = loops(broken, *exact)
         assert relative_error(found[0], wrong) > 1e-2, broken.__name__
