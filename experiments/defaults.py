@@ -5,7 +5,9 @@ The rule was written before the runs:
 1. *Candidates*, below, differ in the form of f(τ) (`forms.py`), in the pace of gates and rates, in how many heads are
    RSA heads, in having one gate a layer or a head, and in where γ starts. The rivals are the plain model and a
    convolution over four tokens. The list was made after trying some of them by hand, on associative recall and on
-   WikiText-2 at 0.1M.
+   WikiText-2 at 0.1M. Five were added after first runs of the others, and before any of their own: those
+   at a rate of their own, when recall seemed to be learned best at 0.02 a step and Transformer-XL at 0.01, whatever
+   the weights' rate; and those with free first lags at pace 1, when all faster paces had lost on Transformer-XL.
 2. *Tasks*, below. The learning rate of each candidate is searched on each task with the first seed, until the best one
    has been tried from both sides; the other seed runs at that rate. Scores are of validation texts.
 3. *Choice*. A candidate is out where it is worse than the plain model on any task, in the mean over the seeds. The one
@@ -44,6 +46,7 @@ class Candidate:
         form: the form of f(τ): `paper`, `amplitude` (`learned_amplitude`), or one of `experiments.forms.FORMS`.
         lags: K, of a kernel.
         pace: `parameter_scale`, how much faster than the weights gates and rates learn.
+        rate: a learning rate of gates and rates in place of a pace, whatever that of the weights.
         share: of the heads that are RSA heads.
         gate_per_head: a gate a head in place of one a layer.
         nu: where ν starts, γ = sigmoid ν.
@@ -52,6 +55,7 @@ class Candidate:
     form: str = "paper"
     lags: int = 0
     pace: float = 20.0
+    rate: float | None = None
     share: float = 1.0
     gate_per_head: bool = False
     nu: float = 0.0
@@ -63,14 +67,19 @@ CANDIDATES: dict[str, Candidate | None] = {
     "paper": Candidate(),  # from_scratch of version 0.2
     "paper at pace 5": Candidate(pace=5.0),
     "paper at pace 1": Candidate(pace=1.0),
+    "paper at a rate of 0.01": Candidate(rate=0.01),
     "unit lag": Candidate("unit lag"),
     "amplitude": Candidate("amplitude"),
     "amplitude at pace 5": Candidate("amplitude", pace=5.0),
     "amplitude at pace 1": Candidate("amplitude", pace=1.0),
+    "amplitude at a rate of 0.01": Candidate("amplitude", rate=0.01),
     "amplitude with a gate a head": Candidate("amplitude", gate_per_head=True),
     "amplitude on half of the heads": Candidate("amplitude", share=0.5),
     "amplitude from short memories": Candidate("amplitude", nu=-2.0),
     "two lags and the paper's tail": Candidate("kernel and tail", 2),
+    "two lags and the paper's tail at pace 1": Candidate("kernel and tail", 2, pace=1.0),
+    "three lags and the paper's tail at pace 1": Candidate("kernel and tail", 3, pace=1.0),
+    "one lag and the paper's tail at pace 1": Candidate("kernel and tail", 1, pace=1.0),
 }
 RIVALS = ("plain", CONVOLUTION)
 RECALL, TRANSFORMER_XL = "recall", "transformer-xl"
@@ -104,15 +113,15 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     ]
 
 
-def add_candidate(model: Any, candidate: Candidate | None) -> Any:
-    """Patch a model in place."""
+def add_candidate(model: Any, candidate: Candidate | None, learning_rate: float) -> Any:
+    """Patch a model in place, to be trained at a learning rate."""
     if candidate is None:
         return model
     H = model.config.num_attention_heads
     config = replace(
         RSAConfig.from_scratch(H),
         num_cyclical_pairs=int(candidate.share * H) // 2,
-        parameter_scale=candidate.pace,
+        parameter_scale=candidate.pace if candidate.rate is None else candidate.rate / learning_rate,
         gate_per_head=candidate.gate_per_head,
         nu_init=candidate.nu,
         learned_amplitude=candidate.form == "amplitude",
@@ -130,7 +139,7 @@ def measure(settings: Settings) -> Values:
     candidate = CANDIDATES[settings["arm"]]
     torch.manual_seed(seed)
     if task == RECALL:
-        model = add_candidate(recall.build(4, 2, 64), candidate).to(default_device())
+        model = add_candidate(recall.build(4, 2, 64), candidate, rate).to(default_device())
         return {SCORE: recall.score(recall.train(model, 4, most, rate, seed), most) / most}
     if task in BYTES:
         family, size, corpus, length = BYTES[task]
@@ -139,14 +148,14 @@ def measure(settings: Settings) -> Values:
         model = byte_models.build(family, shape)
         if isinstance(length, float):
             length = round(length * count_parameters(model) / (shape.batch * shape.block))
-        model = add_candidate(model, candidate).to(default_device())
+        model = add_candidate(model, candidate, rate).to(default_device())
         curve = train_on_bytes(
             model, text, shape, learning_rate=rate, steps=min(length, most), evaluations=1, seed=seed
         )
         return {SCORE: curve.bits_per_byte[-1]}
     segments = (language_model.SEGMENT, language_model.BATCH)
     train, validation, _, symbols = language_model.read_segments(task.split()[-1], *segments, SCORED_BYTES)
-    model = add_candidate(language_model.build(TRANSFORMER_XL, symbols, "plain"), candidate).to(default_device())
+    model = add_candidate(language_model.build(TRANSFORMER_XL, symbols, "plain"), candidate, rate).to(default_device())
     language_model.train_on_segments(model, train, rate, min(STEPS_OF_SEGMENTS, most))
     return {SCORE: byte_models.bits_per_byte(model, validation)}
 

@@ -49,7 +49,7 @@ def test_a_choice_behind_the_convolution_is_not_confirmed(amplitude, answer):
 @pytest.mark.parametrize("arm", defaults.CANDIDATES)
 def test_a_candidate_is_what_it_says(arm):
     candidate = defaults.CANDIDATES[arm]
-    model = defaults.add_candidate(byte_models.build("llama", byte_models.SHAPES["0.03M"]), candidate)
+    model = defaults.add_candidate(byte_models.build("llama", byte_models.SHAPES["0.03M"]), candidate, 0.002)
     layers = [heads for _, heads in patched_modules(model)]
     assert len(layers) == (0 if candidate is None else 2)
     for heads in layers:
@@ -58,4 +58,4 @@ def test_a_candidate_is_what_it_says(arm):
         assert isinstance(heads, FormHeads) == (candidate.form not in ("paper", "amplitude"))
         assert heads.spec.learned_amplitude == (candidate.form == "amplitude")
         assert len(heads.mu) == (R if candidate.gate_per_head else 1)
-        assert heads.spec.parameter_scale == candidate.pace
+        assert heads.spec.parameter_scale == (5 if candidate.rate == 0.01 else candidate.pace)
