@@ -12,6 +12,7 @@ there is no cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ class FormHeads(RSAHeads):
             self.eta = self.nu = self.theta = None
 
     def _rems(self, amplitude: Tensor | None) -> Rems:
-        decay, theta = self.per_head(self.rates())
-        return Rems(self.spec.kinds, decay, theta, self.spec.dilations, 1, self.spec.heads, amplitude)
+        return replace(self.rems_and_gate()[0], amplitude=amplitude)
 
     def weights(self, length: int) -> Tensor:
         """f(τ) of each head at the lags 0 … length − 1, [R, length]."""

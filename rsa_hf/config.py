@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
+from rsa_hf.ops.problem import NONE, HeadRow, Layout
 from rsa_hf.rem import KINDS
 from rsa_hf.utils.text import brief
 
@@ -99,12 +100,16 @@ class LayerSpec:
         return len(self.heads)
 
     @cached_property  # asked for in each forward
-    def amplitude_places(self) -> tuple[int, ...]:
-        """Where `amplitude` has the real and the imaginary part of each head, [R · 2]; beyond its end stands for 0."""
-        end = self.num_rsa_heads + sum(kind != "regular" for kind in self.kinds)
-        imaginary = itertools.count(self.num_rsa_heads)
-        parts = ((i, end if kind == "regular" else next(imaginary)) for i, kind in enumerate(self.kinds))
-        return tuple(itertools.chain.from_iterable(parts))
+    def layout(self) -> Layout:
+        """Where each head stands, and its numbers among the parameters."""
+        rows, imaginary = [], itertools.count(self.num_rsa_heads)
+        for i, (head, kind, dilation) in enumerate(zip(self.heads, self.kinds, self.dilations, strict=True)):
+            rate = self.rates[i] - (len(self.eta) if kind != "regular" else 0)
+            row = HeadRow(head, KINDS.index(kind), dilation, i if self.gate_per_head else 0, rate)
+            if self.learned_amplitude:
+                row = row._replace(real=i, imaginary=NONE if kind == "regular" else next(imaginary))
+            rows.append(row)
+        return Layout(tuple(rows), self.parameter_scale)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from rsa_hf.config import LayerSpec
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.decode import DecodingCache
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.shard import Shard, local_heads
-from rsa_hf.rem import Rems, constant, decay_rates, is_transformed, widest_dtype
+from rsa_hf.ops.problem import Learned, Problem, rems_and_gate
+from rsa_hf.ops.shard import Shard, sum_gradients
+from rsa_hf.rem import Rems, decay_rates, is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -135,27 +135,25 @@ class RSAHeads(nn.Module):
             )
         if value.is_meta:
             return torch.empty_like(attention)
-        if self.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+        learned, layout = self.learned, self.spec.layout
+        assert learned.mu is not None
+        if learned.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
             # `_apply` cannot prevent it: FSDP and DeepSpeed give a module parameters of their own.
             logger.warning_once(
-                f"RSA parameters are {self.mu.dtype}: gates and rates are rounded, and learn coarsely. Under FSDP use "
-                "FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
+                f"RSA parameters are {learned.mu.dtype}: gates and rates are rounded, and learn coarsely. Under FSDP "
+                "use FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
             )
-        num_key_value_groups = H // value.shape[1]
+        if shard is not None:
+            attention, learned = sum_gradients(attention, learned, shard)
+            layout = layout.of_run(shard.heads(H))
+            if not layout.rows:
+                return attention
+        problem = Problem(value, attention, learned, layout, H // value.shape[1], mask)
         is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
         if is_step and not self._is_trained(value):
-            if shard is not None and not any(head in shard.heads(H) for head in self.spec.heads):
-                return attention
-
-            def rems_and_gate() -> tuple[Rems, Tensor]:
-                return local_heads(attention, *self._rems_and_gate(num_key_value_groups), shard)[1:]
-
-            return self._cache.step(self, attention, value, mask, rems_and_gate)
+            return self._cache.step(self, problem)
         self.reset_cache()
-        attention, rems, gate = local_heads(attention, *self._rems_and_gate(num_key_value_groups), shard)
-        if not rems.heads:
-            return attention
-        return apply_rems(value, rems, mask, attention, gate)
+        return solve(problem)
 
     def reset_cache(self) -> None:
         """Forget the weights kept for generation; needed on a GPU, after writes through `.data` between two tokens."""
@@ -166,30 +164,16 @@ class RSAHeads(nn.Module):
             torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
         )
 
-    def _rems_and_gate(self, num_key_value_groups: int) -> tuple[Rems, Tensor]:
-        """The REMs, and the gate of each head, (R,)."""
-        # float32 is too coarse near ±1: distinct parameters would give one rate, and 1 − λ² no gradient for η.
-        rates = self.rates(widest_dtype(self.mu.device))
-        decay, theta = self.per_head(rates)
-        gate = rates["gate"].expand(self.spec.num_rsa_heads)
-        # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
-        decay = torch.where(gate.float() == 0, 0, decay)
-        rems = (self.spec.kinds, decay, theta, self.spec.dilations, num_key_value_groups, self.spec.heads)
-        return Rems(*rems, self.amplitudes()), gate
+    def rems_and_gate(self) -> tuple[Rems, Tensor]:
+        """The REMs and the gate of each head, (R,), in float64 where the device has it."""
+        rems, gate = rems_and_gate(self.learned, self.spec.layout, 1)
+        assert gate is not None
+        return rems, gate
 
-    def per_head(self, rates: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """λ or γ, and θ, of each RSA head: (R,) each; θ = 0 for regular heads."""
-        order = constant(self.spec.rates, self.mu.device)
-        decay = torch.cat([rates["lam"], rates["gamma"]])
-        theta = torch.cat([torch.zeros_like(rates["lam"]), rates["theta"]])
-        return decay.index_select(0, order), theta.index_select(0, order)
-
-    def amplitudes(self) -> Tensor | None:
-        """Real and imaginary part of c of each RSA head, (R, 2); None where they are the paper's."""
-        if self.amplitude is None:
-            return None
-        places = constant(self.spec.amplitude_places, self.mu.device)
-        return F.pad(self.amplitude, (0, 1)).index_select(0, places).view(-1, 2)
+    @property
+    def learned(self) -> Learned:
+        """The parameters, as `ops` takes them."""
+        return Learned(self.mu, self.eta, self.nu, self.theta, self.amplitude)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,15 +61,6 @@ class Rems:
     num_key_value_groups: int
     heads: tuple[int, ...]
     amplitude: Tensor | None = None
-
-    @property
-    def rates(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is learned: decay, theta and amplitude."""
-        return self.decay, self.theta, self.amplitude
-
-    def with_rates(self, decay: Tensor, theta: Tensor, amplitude: Tensor | None) -> Rems:
-        """The same heads with other rates."""
-        return replace(self, decay=decay, theta=theta, amplitude=amplitude)
 
     def amplitudes(self) -> Tensor:
         """Real and imaginary part of c, shape (H, 2)."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rsa_hf.children import active_heads
 from rsa_hf.layer import RSAHeads
+from rsa_hf.ops.problem import NONE
 from rsa_hf.utils.text import format_table
 
 
@@ -139,8 +140,9 @@ def _amplitudes(heads: RSAHeads) -> list[tuple[float, float]] | list[None]:
     """Real and imaginary part of each head's c, where it is learned."""
     if heads.amplitude is None:
         return [None] * heads.spec.num_rsa_heads
-    numbers, places = [*_numbers(heads.amplitude), 0.0], heads.spec.amplitude_places
-    return [(numbers[real], numbers[imaginary]) for real, imaginary in zip(places[::2], places[1::2], strict=True)]
+    numbers = _numbers(heads.amplitude)
+    rows = heads.spec.layout.rows
+    return [(numbers[row.real], 0.0 if row.imaginary == NONE else numbers[row.imaginary]) for row in rows]
 
 
 def _numbers(values: torch.Tensor) -> list[float]:

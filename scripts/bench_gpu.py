@@ -10,10 +10,11 @@ commit; without one the table says 'not measured'. Writes bench_gpu.json and .md
 
 To measure next, and what is predicted:
 
-* All rows with RSA on all heads (so far half of them, `RSAConfig()`): the host's share stays, that of the kernels
-  doubles.
-* BERT at T = 128 and batch 32 is bound by the host, as GPT-2 is: 1.3. A Llama of 150M at T = 2,048: 1.15.
-* A compiled step of GPT-2 falls from 1.30 to the ratio of its kernels, 1.07.
+* All rows with RSA on all heads (so far half of them): the kernels' share doubles, from 1.07 to 1.13 for GPT-2 at
+  T = 1,024. The small operations on rates, about 35 a layer and direction, are gone since: two kernels forward and
+  three backward are left, so a step costs what its kernels cost, 1.15.
+* BERT at T = 128 and batch 32 is bound by the host, as GPT-2 was: 1.2. A Llama of 150M at T = 2,048: 1.1.
+* A compiled step of GPT-2 costs the ratio of its kernels, 1.13.
 * Decoding without a compiler costs as much as compiled decoding in milliseconds, so relatively less: 1.4.
 * A million positions take 128 times as long as 8,192.
 * Kernels are compiled for each length and block shape: seconds each, most of the run. A first step of BERT takes half
@@ -58,11 +59,12 @@ from transformers import (
 from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.layer import RSAHeads
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
+from rsa_hf.ops.problem import Learned, Problem
 from rsa_hf.ops.triton import tuning
 from rsa_hf.ops.triton.launch import triton_backward, triton_forward
-from rsa_hf.rem import Rems
 
 repair_interpreter()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -107,7 +109,7 @@ class Sizes:
 class DrySizes(Sizes):
     """What the interpreter gets through in seconds."""
 
-    heads: int = 2
+    heads: int = 3
     head_size: int = 16
     values: int = 2 * 16 * 40
     lengths: tuple[int, ...] = (20, 40)
@@ -139,24 +141,19 @@ class Bench:
 
     # --- problems ---------------------------------------------------------------------------------------------------
 
-    def rates(self, heads: int) -> tuple[tuple[str, ...], Tensor, Tensor]:
-        """Kinds, decay and θ of heads of every kind."""
-        kinds = (("regular", "cos", "sin") * heads)[:heads]
-        decay = torch.linspace(0.7, 0.99, heads, device=self.device)
-        return kinds, decay, torch.full((heads,), math.pi / 4, device=self.device)
-
     def problem(
         self, length: int, batch: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **masks: Any
-    ) -> tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]:
-        """V, the heads, the geometry and attention, laid out as models do: [B, T, H, D] in memory."""
+    ) -> Problem:
+        """That of a layer of RSA heads of every kind, laid out as models do: [B, T, H, D] in memory."""
         H, D = self.sizes.heads, self.sizes.head_size
         shape = (batch, length, H, D)
         value = torch.randn(shape, device=self.device, dtype=dtype).transpose(1, 2)
         attention = torch.randn(shape, device=self.device, dtype=dtype)
-        kinds, decay, theta = self.rates(H)
-        rems = Rems(kinds, decay, theta, (1,) * H, 1, tuple(range(H)))
-        gate = torch.linspace(0.1, 0.9, H, device=self.device)
-        return value, rems, AttentionMask(length, length, 0, causal, **masks), attention, gate
+        counts = {"num_regular": H - H // 3 * 2, "num_cyclical_pairs": H // 3}
+        config = RSAConfig(**counts, gate_init=-1.0, gate_per_head=True)
+        heads = RSAHeads(config.layer_specs([H])[0]).to(self.device)
+        mask = AttentionMask(length, length, 0, causal, **masks)
+        return Problem(value, attention, heads.learned, heads.spec.layout, 1, mask)
 
     def batch(self, length: int) -> int:
         """How many rows make up V's size."""
@@ -189,27 +186,25 @@ class Bench:
                     errors[where] = self.error(problem, where)
         return errors
 
-    def error(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor], where: str) -> float:
+    def error(self, problem: Problem, where: str) -> float:
         """The largest relative error of one problem against the explicit P in float64."""
-        value, heads, mask, attention, gate = problem
-        exact = [t.detach().double() for t in (value, heads.decay, heads.theta, attention, gate)]
-        found = [t.detach() for t in (value, heads.decay, heads.theta, attention, gate)]
-        weights = torch.randn_like(attention)
+        given = [tensor.detach() for tensor in problem.tensors[:-1]]  # without amplitudes
+        weights = torch.randn_like(problem.attention)
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
-            v, decay, theta, attention, gate = (t.requires_grad_() for t in tensors)
-            rems = Rems(heads.kinds, decay, theta, heads.dilation, 1, tuple(range(len(heads.kinds))))
-            output = apply_rems(v, rems, mask, attention, gate)
+            value, attention, *learned = (tensor.requires_grad_() for tensor in tensors)
+            changed = problem._replace(value=value, attention=attention, learned=Learned(*learned, None))
+            output = solve(changed)
             return [output, *torch.autograd.grad(output, tensors, weights)]
 
         os.environ["RSA_HF_BACKEND"] = "pytorch"
-        expected = run(exact, weights.double())
+        expected = run([tensor.double() for tensor in given], weights.double())
         os.environ["RSA_HF_BACKEND"] = "triton"
-        names = ("output", "dV", "d decay", "d theta", "d attention", "d gate")
+        names = ("output", "dV", "d attention", "d mu", "d eta", "d nu", "d theta")
         worst = 0.0
-        for name, a, b in zip(names, run(found, weights), expected, strict=True):
+        for name, a, b in zip(names, run(given, weights), expected, strict=True):
             error = float((a.double() - b).detach().norm() / b.detach().norm().clamp_min(1e-30))
-            limit = TOLERANCE[value.dtype] if name in ("output", "dV", "d attention") else SUMS
+            limit = TOLERANCE[problem.value.dtype] if name in ("output", "dV", "d attention") else SUMS
             if not error <= limit:
                 raise SystemExit(f"{where}: {name} is off by {error:.1e}, more than {limit:.0e}; nothing is reported.")
             worst = max(worst, error)
@@ -229,50 +224,51 @@ class Bench:
 
     def product(self, length: int, causal: bool) -> dict[str, Any]:
         """P V alone against a copy of as many bytes as it reads and writes, in the same run."""
-        value, heads, mask, _, _ = self.problem(length, self.batch(length), causal)
+        problem = self.problem(length, self.batch(length), causal)
+        value = problem.value
+        alone = problem._replace(attention=None, learned=problem.learned._replace(mu=None))
         moved = value.nbytes + 2 * value.nbytes  # V in, float32 out
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
-        times = self.time(
-            product=lambda: triton_forward(value, heads, mask, None, None), copy=lambda: target.copy_(half)
-        )
+        times = self.time(product=lambda: triton_forward(alone), copy=lambda: target.copy_(half))
         share, operations = times["copy"]["median"] / times["product"]["median"], 266 * value.numel()
         return {"value": share, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 
-    def both(self, problem: tuple[Tensor, Rems, AttentionMask, Tensor, Tensor]) -> Callable[[], None]:
+    def both(self, problem: Problem) -> Callable[[], None]:
         """Forward and backward of one problem, as a call."""
-        grad = torch.randn_like(problem[3])
+        grad = torch.randn_like(problem.attention)
 
         def run() -> None:
-            triton_forward(*problem)
-            triton_backward(grad, *problem)
+            triton_forward(problem)
+            triton_backward(grad, problem)
 
         return run
 
     def fused(self, length: int, causal: bool) -> dict[str, Any]:
         """Forward and backward with the gate, against a copy of as many bytes as they must read and write."""
         problem = self.problem(length, self.batch(length) // 2 or 1, causal)
-        value, both = problem[0], self.both(problem)
+        value, both = problem.value, self.both(problem)
         moved = 8 * value.nbytes  # V, attention, output; V, attention, dOut, dV, dAttention
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(half)
-        times = self.time(both=both, forward=lambda: triton_forward(*problem), floor=lambda: target.copy_(half))
+        times = self.time(both=both, forward=lambda: triton_forward(problem), floor=lambda: target.copy_(half))
         slower, operations = ratio(times, "both", "floor"), 680 * value.numel()
         return {"value": slower, "batch": len(value), "times_ms": times, "bytes": moved, "operations": operations}
 
     def dense(self) -> dict[str, Any]:
         """P V and its gradients against the explicit P."""
         T = self.sizes.dense
-        value, heads, *_ = self.problem(T, 1, True)
-        decay, theta = heads.decay.requires_grad_(), heads.theta.requires_grad_()
-        value.requires_grad_()
+        value = self.problem(T, 1, True).value.requires_grad_()
+        H = value.shape[1]
+        kinds, theta = (("regular", "cos", "sin") * H)[:H], torch.full((H,), math.pi / 4, device=self.device)
+        decay, theta = torch.linspace(0.7, 0.99, H, device=self.device).requires_grad_(), theta.requires_grad_()
         grad = torch.randn(value.shape, device=self.device)
 
         def linear() -> Any:
-            return torch.autograd.grad(rem_product(value, heads.kinds, decay, theta), (value, decay, theta), grad)
+            return torch.autograd.grad(rem_product(value, kinds, decay, theta), (value, decay, theta), grad)
 
         def explicit() -> Any:
-            P = rem_matrix(heads.kinds, decay, theta, query_length=T).to(value.dtype)
+            P = rem_matrix(kinds, decay, theta, query_length=T).to(value.dtype)
             return torch.autograd.grad(P @ value, (value, decay, theta), grad.to(value.dtype))
 
         times = self.time(rsa=linear, dense=explicit)
@@ -285,7 +281,7 @@ class Bench:
         auto = AutoModelForMaskedLM if name == "BERT" else AutoModelForCausalLM
         with self.device:  # a processor draws random numbers far more slowly
             model = auto.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-        plan = RSAConfig(num_cyclical_pairs=1) if self.dry else RSAConfig()
+        plan = RSAConfig(num_cyclical_pairs=config.num_attention_heads // 2)
         return patch_model(model, plan) if patched else model
 
     def training(self, name: str, length: int, batch: int, compiled: bool = False) -> dict[str, Any]:
@@ -381,11 +377,11 @@ class Bench:
     def sweep(self) -> dict[str, Any]:
         """Every block shape worth trying, in the shapes of the product: milliseconds, or why it does not run."""
         length = self.sizes.lengths[-1]
-        value, heads, mask, attention, gate = self.problem(length, max(self.batch(length) // 8, 1), True)
-        grad = torch.randn_like(attention)
+        problem = self.problem(length, max(self.batch(length) // 8, 1), True)
+        grad = torch.randn_like(problem.attention)
         kernels = {
-            "forward": lambda shape: triton_forward(value, heads, mask, attention, gate, shape),
-            "backward": lambda shape: triton_backward(grad, value, heads, mask, attention, gate, shape),
+            "forward": lambda shape: triton_forward(problem, shape),
+            "backward": lambda shape: triton_backward(grad, problem, shape),
         }
         found: dict[str, Any] = {}
         for name, kernel in kernels.items():
@@ -533,7 +529,7 @@ def table(record: dict[str, Any], rows: list[Row]) -> str:
         "",
         f"Made by `{record['command']}`, which holds values and every gradient against float64 first (largest "
         f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
-        "interleaved rounds; bf16; RSA on half of the heads (`RSAConfig()`).",
+        "interleaved rounds; bf16.",
         "",
         "| | against | target | measured | on |",
         "|---|---|---|---|---|",
@@ -549,7 +545,9 @@ def card(row: Row, record: dict[str, Any]) -> str:
     head = record["rows"].get(row.name, {}).get("machine")
     if head is None:
         return ""
-    return f"{head.get('gpu', head['processor'])}, torch {head['torch']}, triton {head['triton']}, {head['commit']}"
+    on = head.get("gpu", head["processor"])
+    heads = f"RSA on {head.get('heads', 'half of the')} heads"
+    return f"{on}, torch {head['torch']}, triton {head['triton']}, {head['commit']}, {heads}"
 
 
 def main() -> None:
@@ -571,7 +569,7 @@ def main() -> None:
     record = {
         "command": "python scripts/bench_gpu.py" + " --dry" * options.dry,
         "dry": options.dry,
-        "machine": {**machine(device), "triton": triton.__version__},
+        "machine": {**machine(device), "triton": triton.__version__, "heads": "all"},
         "rounds": sizes.rounds,
         "equality": bench.equality(),
         "rows": {} if options.dry else earlier_rows(options.out / "bench_gpu.json", rows),

@@ -27,8 +27,9 @@ from measuring import interleaved, machine, make_parser, on, peak_memory, publis
 from torch import Tensor
 
 from rsa_hf import rem_matrix, rem_product
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.rem import Rems
 
 HEADS, DIM = 12, 64
@@ -85,7 +86,7 @@ class Problem:
         output = F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True)
         rems = Rems(self.kinds, self.decay, self.theta, (1,) * HEADS, 1, tuple(range(HEADS)))
         mask = AttentionMask(self.length, self.length, 0, True)
-        mixed = apply_rems(self.value, rems, mask, output.transpose(1, 2), self.gate.expand(HEADS))
+        mixed = solve(from_rems(self.value, rems, mask, output.transpose(1, 2), self.gate.expand(HEADS)))
         inputs = (self.query, self.key, self.value, self.decay, self.theta, self.gate)
         return mixed, torch.autograd.grad(mixed, inputs, self.grad.transpose(1, 2))
 

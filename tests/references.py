@@ -44,12 +44,11 @@ def equation_4(rsa, attention, value, *, heads=None, turns=lambda theta: theta, 
         turns: maps θ to angles.
         masks: as for `dense_rem_product`.
     """
-    heads, rates = list(heads or rsa.spec.heads), rsa.rates(torch.float64)
-    decay, theta = rsa.per_head(rates)
+    heads, (rems, gate) = list(heads or rsa.spec.heads), rsa.rems_and_gate()
     keys = value.double()[:, [head * value.shape[1] // attention.shape[2] for head in heads]]
     masks = {"query_length": attention.shape[1], **masks}
-    product = dense_rem_product(keys, rsa.spec.kinds, decay, turns(theta), rsa.spec.dilations, **masks)
-    gate, mixed = rates["gate"][:, None], attention.double().clone()
+    product = dense_rem_product(keys, rsa.spec.kinds, rems.decay, turns(rems.theta), rsa.spec.dilations, **masks)
+    gate, mixed = gate[:, None], attention.double().clone()
     mixed[:, :, heads] = (1 - gate) * mixed[:, :, heads] + gate * product.transpose(1, 2)
     return mixed.to(attention.dtype)
 

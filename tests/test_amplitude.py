@@ -48,8 +48,7 @@ def written_out(first_step=1):
     """A forward that computes P V in nested loops; with another first step it is wrong."""
 
     def forward(self, attention, value, mask, shard=None):
-        rates = {name: rate.double() for name, rate in self.rates().items()}
-        decay, theta = self.per_head(rates)
+        rems, gate = self.rems_and_gate()
 
         def weight(c, rate, angle, step):
             z = torch.polar(rate.abs(), angle + torch.pi * (rate < 0))
@@ -60,9 +59,9 @@ def written_out(first_step=1):
         groups = attention.shape[2] // value.shape[1]
         keys = value[:, [head // groups for head in self.spec.heads]].double()
         sizes = (self.spec.dilations, mask.query_length, mask.query_offset, mask.causal)
-        product = double_loop(keys, amplitudes(self), decay, theta, *sizes, visible, weight)
+        product = double_loop(keys, amplitudes(self), rems.decay, rems.theta, *sizes, visible, weight)
         mixed, places = attention.double().clone(), list(self.spec.heads)
-        gate = rates["gate"].expand(len(places))[:, None]
+        gate = gate[:, None]
         mixed[:, :, places] = (1 - gate) * mixed[:, :, places] + gate * product.transpose(1, 2)
         return mixed.to(attention.dtype)
 

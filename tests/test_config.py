@@ -99,7 +99,8 @@ def test_named_heads_survive_json(heads):
     assert sum(spec.num_rsa_heads for spec in specs) == len(heads)
     for layer, spec in zip(config.layers, specs, strict=True):
         rates = RSAHeads(spec).rates(torch.float64)
-        decay, theta = RSAHeads(spec).per_head(rates)
+        decay = torch.cat([rates["lam"], rates["gamma"]])[list(spec.rates)]
+        theta = torch.cat([0 * rates["lam"], rates["theta"]])[list(spec.rates)]
         of_layer = sorted((head for head in heads if head.layer == layer), key=lambda head: head.head)
         assert spec.heads == tuple(head.head for head in of_layer)
         assert decay.tolist() == pytest.approx([head.decay for head in of_layer], abs=1e-5)

@@ -235,11 +235,11 @@ def test_training_and_decoding_inside_another_default_device(family, backend, mo
 
 def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
     heads = new_heads()
-    expected = heads.per_head(heads.rates())[0]
+    expected = heads.rems_and_gate()[0].decay
     with torch.device("meta"):
-        assert torch.equal(heads.per_head(heads.rates())[0], expected)
-        monkeypatch.setattr(rsa_hf.layer, "constant", lambda numbers, _: torch.tensor(numbers))
-        assert not torch.equal(heads.per_head(heads.rates())[0], expected)
+        assert torch.equal(heads.rems_and_gate()[0].decay, expected)
+        monkeypatch.setattr(rsa_hf.ops.problem, "constant", lambda numbers, _: torch.tensor(numbers))
+        assert not torch.equal(heads.rems_and_gate()[0].decay, expected)
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

@@ -49,11 +49,11 @@ def test_equation_4_with_plain_heads_and_grouped_values(causal, gate_per_head, t
     assert relative_error(found, expected) < 1e-6  # rates are float32
     assert torch.equal(found[:, :, R:], attention[:, :, R:])
     # The rates belong to the heads in their order: regular, cos, sin, dilated regular, dilated cos, dilated sin.
-    rates, (decay, theta) = heads.rates(), heads.per_head(heads.rates())
+    rates, rems = heads.rates(torch.float64), heads.rems_and_gate()[0]
     places = [0, 0, 1, 1] if tie_pairs else [0, 1, 2, 3]
     (a, b, c), gamma, angles = rates["lam"], rates["gamma"][places], rates["theta"][places]
-    assert torch.equal(decay, torch.stack([a, b, *gamma[:2], c, *gamma[2:]]))
-    assert torch.equal(theta, torch.stack([0 * a, 0 * b, *angles[:2], 0 * c, *angles[2:]]))
+    assert torch.equal(rems.decay, torch.stack([a, b, *gamma[:2], c, *gamma[2:]]))
+    assert torch.equal(rems.theta, torch.stack([0 * a, 0 * b, *angles[:2], 0 * c, *angles[2:]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

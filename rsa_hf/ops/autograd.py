@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,60 +29,49 @@ from rsa_hf.ops import cpp
 from rsa_hf.ops.buffers import empty_output
 from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import Layout, Learned, Problem, rems_and_gate
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import read_mask
-from rsa_hf.rem import KINDS, Rems, is_recorded, is_transformed
+from rsa_hf.rem import is_recorded, is_transformed
 
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
 
-Gradients = tuple[Tensor | None, ...]  # of V, decay, θ, amplitude, attention's output and the gate
+Gradients = tuple[Tensor | None, ...]  # of `Problem.tensors`
 
 
-def apply_rems(
-    value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
-) -> Tensor:
-    """P V in the dtype it is computed in, [B, H, T, D]; or (1 − g) · attention + g · P V, [B, T, H', D].
-
-    Args:
-        value: V, [B, Hv, S, D].
-        rems: the H heads.
-        mask: which keys each query sees.
-        attention: output of softmax attention to mix P V into, [B, T, H', D]: all heads of the layer, of which
-            `rems.heads` are RSA heads; or None.
-        gate: g of each RSA head, (H,); None without `attention`.
-    """
-    # Without autocast: decay powers and sums lose too much in half precision.
-    with torch.autocast(value.device.type, enabled=False):
-        if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
-            return product_in_pytorch(value, rems, mask, attention, gate)
-        tensors = (value, *rems.rates, attention, gate)
-        if not is_recorded():
-            path = _path(value, rems, mask, attention, gate)
-            if path == "pytorch":
-                return product_in_pytorch(value, rems, mask, attention, gate)
-            result: Tensor = _ApplyRems.apply(*tensors, rems, mask, path)  # type: ignore[no-untyped-call]
-            return result
-        masks = (mask.unread_mask, mask.key_mask, mask.documents, mask.visible)
-        kinds = [KINDS.index(kind) for kind in rems.kinds]
-        heads = (kinds, list(rems.dilation), list(rems.heads), rems.num_key_value_groups)
-        sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
-        output: Tensor = torch.ops.rsa_hf.recurrence(*tensors, *masks, *heads, *sizes)
-        return output
+def solve(problem: Problem) -> Tensor:
+    """The output of a problem: P V, or eq. 4."""
+    if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
+        return _in_pytorch(problem)
+    if not is_recorded():
+        path = _path(problem)
+        if path == "pytorch":
+            return _in_pytorch(problem)
+        if not torch.is_grad_enabled():
+            return _forward(path, problem)
+        result: Tensor = _Solve.apply(problem, path, *problem.tensors)  # type: ignore[no-untyped-call]
+        return result
+    mask, layout = problem.mask, problem.layout
+    masks = (mask.unread_mask, mask.key_mask, mask.documents, mask.visible)
+    described = ([number for row in layout.rows for number in row], layout.scale, problem.num_key_value_groups)
+    sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
+    output: Tensor = torch.ops.rsa_hf.recurrence(*problem.tensors, *masks, *described, *sizes)
+    return output
 
 
 # --- which code -----------------------------------------------------------------------------------------------------
 
 
-def _path(value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None) -> str:
+def _path(problem: Problem) -> str:
     """The backend, or `"pytorch"` where that does not take the mask."""
-    backend = choose_backend(value, rems, attention, gate)
-    if mask.has_few_queries or value.numel() == 0 or mask.visible is not None:
+    backend, mask = choose_backend(problem), problem.mask
+    if mask.has_few_queries or problem.value.numel() == 0 or mask.visible is not None:
         return "pytorch"
     return "pytorch" if backend == "triton" and mask.sliding_window is not None else backend
 
 
-def choose_backend(value: Tensor, rems: Rems, attention: Tensor | None = None, gate: Tensor | None = None) -> str:
+def choose_backend(problem: Problem) -> str:
     """One of BACKENDS: what RSA_HF_BACKEND says, else by device as above.
 
     Raises:
@@ -91,15 +81,15 @@ def choose_backend(value: Tensor, rems: Rems, attention: Tensor | None = None, g
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *BACKENDS):
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
-    backend = chosen or {"cpu": "cpp", "cuda": "triton"}.get(value.device.type, "pytorch")
+    backend = chosen or {"cpu": "cpp", "cuda": "triton"}.get(problem.value.device.type, "pytorch")
     if backend == "pytorch":
         return backend
     if backend == "cpp":
-        reason = cpp.obstacle(value, attention, gate)
+        reason = cpp.obstacle(problem)
     else:
         from rsa_hf.ops.triton import obstacle
 
-        reason = obstacle(value, rems, attention, gate)
+        reason = obstacle(problem)
     if reason is None:
         return backend
     if chosen:
@@ -114,75 +104,66 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _forward(
-    path: str, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None, gate: Tensor | None
-) -> Tensor:
+def _in_pytorch(problem: Problem) -> Tensor:
+    value, attention, learned, layout, num_key_value_groups, mask = problem
+    # Without autocast: decay powers and sums lose too much in half precision.
+    with torch.autocast(value.device.type, enabled=False):
+        rems, gate = rems_and_gate(learned, layout, num_key_value_groups)
+        return product_in_pytorch(value, rems, mask, attention, gate)
+
+
+def _forward(path: str, problem: Problem) -> Tensor:
     if path == "cpp":
-        return cpp_forward(value, rems, mask, attention, gate)
+        return cpp_forward(problem)
     if path == "triton":
         from rsa_hf.ops.triton.launch import triton_forward
 
-        return triton_forward(value, rems, mask, attention, gate)
-    return product_in_pytorch(value, rems, mask, attention, gate)
+        return triton_forward(problem)
+    return _in_pytorch(problem)
 
 
-def _backward(
-    path: str,
-    grad: Tensor,
-    value: Tensor,
-    rems: Rems,
-    mask: AttentionMask,
-    attention: Tensor | None,
-    gate: Tensor | None,
-) -> Gradients:
+def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
     """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
-    with torch.autocast(value.device.type, enabled=False):
-        if path == "cpp":
-            return cpp_backward(grad, value, rems, mask, attention, gate)
-        if path == "triton":
-            from rsa_hf.ops.triton.launch import triton_backward
+    if path == "cpp":
+        return cpp_backward(grad, problem)
+    if path == "triton":
+        from rsa_hf.ops.triton.launch import triton_backward
 
-            return triton_backward(grad, value, rems, mask, attention, gate)
+        return triton_backward(grad, problem)
+    given = [place for place, tensor in enumerate(problem.tensors) if tensor is not None]
 
-        def product(tensors: dict[str, Tensor]) -> Tensor:
-            rates = (tensors["decay"], tensors["theta"], tensors.get("amplitude"))
-            mixed = (tensors.get("attention"), tensors.get("gate"))
-            return product_in_pytorch(tensors["value"], rems.with_rates(*rates), mask, *mixed)
+    def product(*tensors: Tensor) -> Tensor:
+        return _in_pytorch(_with_tensors(problem, dict(zip(given, tensors, strict=True)).get))
 
-        names = ("value", "decay", "theta", "amplitude", "attention", "gate")
-        tensors = dict(zip(names, (value, *rems.rates, attention, gate), strict=True))
-        # Not by `torch.autograd`, which is off inside an operator.
-        [gradients] = torch.func.vjp(product, {k: x for k, x in tensors.items() if x is not None})[1](grad)
-        return tuple(gradients.get(name) for name in names)
+    # Not by `torch.autograd`, which is off inside an operator.
+    gradients = torch.func.vjp(product, *(problem.tensors[place] for place in given))[1](grad)
+    found = dict(zip(given, gradients, strict=True))
+    return tuple(map(found.get, range(len(problem.tensors))))
+
+
+def _with_tensors(problem: Problem, tensor: Callable[[int], Tensor | None]) -> Problem:
+    """A problem with other `tensors`, by place."""
+    value, attention, *learned = map(tensor, range(len(problem.tensors)))
+    assert value is not None
+    return problem._replace(value=value, attention=attention, learned=Learned(*learned))
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
 
 
-class _ApplyRems(torch.autograd.Function):
+class _Solve(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        decay: Tensor,
-        theta: Tensor,
-        amplitude: Tensor | None,
-        attention: Tensor | None,
-        gate: Tensor | None,
-        rems: Rems,
-        mask: AttentionMask,
-        path: str,
-    ) -> Tensor:
-        ctx.save_for_backward(value, decay, theta, amplitude, attention, gate)
-        ctx.rems, ctx.mask, ctx.path = rems, mask, path
-        return _forward(path, value, rems, mask, attention, gate)
+    def forward(ctx: Any, problem: Problem, path: str, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.described, ctx.path = problem[3:], path
+        return _forward(path, problem)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        value, *rates, attention, gate = ctx.saved_tensors
-        rems = ctx.rems.with_rates(*rates)  # with their graph
+        value, attention, *learned = ctx.saved_tensors
+        problem = Problem(value, attention, Learned(*learned), *ctx.described)
         path = "pytorch" if _is_differentiated_again(grad) else ctx.path
-        return (*_backward(path, grad, value, rems, ctx.mask, attention, gate), None, None, None)
+        return (None, None, *_backward(path, grad, problem))
 
 
 def _is_differentiated_again(grad: Tensor) -> bool:
@@ -193,32 +174,32 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 
 # --- compiled and exported ------------------------------------------------------------------------------------------
 
+_TENSORS, _MASKS, _OTHERS = 7, 4, 7  # arguments of the operator: of `Problem.tensors`, of the mask, and others
 _ARGUMENTS = (
-    "Tensor value, Tensor decay, Tensor theta, Tensor? amplitude, Tensor? attention, Tensor? gate, Tensor? mask, "
-    "Tensor? key_mask, Tensor? documents, Tensor? visible, int[] kinds, int[] dilation, int[] heads, "
+    "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? amplitude, "
+    "Tensor? mask, Tensor? key_mask, Tensor? documents, Tensor? visible, int[] layout, float scale, "
     "int num_key_value_groups, SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
 )
 
 
-def _unflatten(*arguments: Any) -> tuple[Tensor, Rems, AttentionMask, Tensor | None, Tensor | None]:
-    """The arguments of `_path` from those of the operator."""
-    value, decay, theta, amplitude, attention, gate, mask, key_mask, documents, visible, *others = arguments
-    kinds, dilation, heads, num_key_value_groups, query_length, query_offset, causal, window = others
+def _problem(*arguments: Any) -> Problem:
+    """The problem from the arguments of the operator."""
+    value, attention, *learned = arguments[:_TENSORS]
+    mask, key_mask, documents, visible, layout, scale, groups, *sizes = arguments[_TENSORS:]
+    query_length, query_offset, causal, window = sizes
     S = value.shape[2]
     if mask is None:
-        mask = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
+        read = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
     else:
-        mask = read_mask(mask, query_length, S, causal)
-    names = tuple(KINDS[kind] for kind in kinds)
-    rems = Rems(names, decay, theta, tuple(dilation), num_key_value_groups, tuple(heads), amplitude)
-    return value, rems, mask, attention, gate
+        read = read_mask(mask, query_length, S, causal)
+    return Problem(value, attention, Learned(*learned), Layout.from_numbers(layout, scale), groups, read)
 
 
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
 _LIBRARY = torch.library.Library("rsa_hf", "DEF")
 _LIBRARY.define(f"recurrence({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(
-    f"recurrence_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"recurrence_backward(Tensor grad, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * _TENSORS)})",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -230,24 +211,24 @@ def _operator(*arguments: Any) -> Tensor:
             "rsa_hf::recurrence, P V in an exported program, has no forward-mode derivative. Differentiate the model "
             "that was exported, or use backward mode."
         )
-    problem = _unflatten(*arguments)
-    return _laid_out_like(_forward(_path(*problem), *problem), empty_output(*problem[:4]))
+    problem = _problem(*arguments)
+    return _laid_out_like(_forward(_path(problem), problem), empty_output(problem))
 
 
 @torch.library.impl(_LIBRARY, "recurrence", "Meta")
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
-    return empty_output(*_unflatten(*arguments[:6], None, *arguments[7:])[:4])
+    return empty_output(_problem(*arguments[:_TENSORS], None, *arguments[_TENSORS + 1 :]))
 
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "CompositeExplicitAutograd")
 def _backward_operator(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    problem = _unflatten(*arguments)
-    gradients = _backward(_path(*problem), grad, *problem)
+    problem = _problem(*arguments)
+    gradients = _backward(_path(problem), grad, problem)
     # An operator returns tensors (never None), with the strides that its fake implementation promises.
     return tuple(
         grad.new_empty(0) if gradient is None else _laid_out_like(gradient, torch.empty_like(tensor))
-        for gradient, tensor in zip(gradients, arguments[:6], strict=True)
+        for gradient, tensor in zip(gradients, arguments[:_TENSORS], strict=True)
     )
 
 
@@ -257,21 +238,22 @@ def _laid_out_like(result: Tensor, promised: Tensor) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "Meta")
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(grad.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in arguments[:6])
+    return tuple(grad.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in arguments[:_TENSORS])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.others = inputs[10:]
+    ctx.save_for_backward(*inputs[: _TENSORS + _MASKS])
+    ctx.others = inputs[_TENSORS + _MASKS :]
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
     arguments = (*ctx.saved_tensors, *ctx.others)
+    rest = [None] * (_MASKS + _OTHERS)
     if _is_differentiated_again(grad):
-        return (*_backward("pytorch", grad, *_unflatten(*arguments)), *[None] * 12)
+        return (*_backward("pytorch", grad, _problem(*arguments)), *rest)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
-    present = (None if tensor is None else found for found, tensor in zip(gradients, arguments[:6], strict=True))
-    return (*present, *[None] * 12)
+    present = (None if x is None else found for found, x in zip(gradients, arguments[:_TENSORS], strict=True))
+    return (*present, *rest)
 
 
 torch.library.register_autograd("rsa_hf::recurrence", _differentiate, setup_context=_save, lib=_LIBRARY)

@@ -7,7 +7,6 @@ back adds at most |c| ρ^L / (1 − ρ) times the largest value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from rsa_hf.ops.autograd import choose_backend
 from rsa_hf.ops.cpp.step import CppStep
 from rsa_hf.ops.mask import AttentionMask, boolean_mask
+from rsa_hf.ops.problem import Problem, rems_and_gate
 from rsa_hf.rem import Rems, constant, is_recorded, is_transformed, mix, take_heads, weights_of_lags, working_dtype
 
 NEGLIGIBLE = 2.0**-30  # of the largest value, in P V: below what float32 resolves
@@ -59,30 +59,28 @@ class DecodingCache:
     def step(
         self,
         layer: nn.Module,
-        attention: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        rems_and_gate: Callable[[], tuple[Rems, Tensor]],
+        problem: Problem,
     ) -> Tensor:
-        """Equation 4 for a single query after cached keys, [B, 1, H', D].
+        """Equation 4 for a single query after cached keys, [B, 1, H, D].
 
         Args:
             layer: owner of the parameters.
-            attention: output of softmax attention, [B, 1, H', D].
-            value: V, [B, Hv, S, D].
-            mask: mask of a single causal query.
-            rems_and_gate: computes the REMs and the gate of each head from the parameters.
+            problem: that of a single causal query, with attention.
         """
+        value, attention, learned, layout, num_key_value_groups, mask = problem
+        assert attention is not None
         if is_recorded() or not self._may_keep(value):
-            rems, gate = rems_and_gate()
+            rems, gate = rems_and_gate(learned, layout, num_key_value_groups)
+            assert gate is not None
             return mix(attention, decode(value, rems, mask, None), gate, rems.heads)
         kept = self.kept
         if kept is None or not _is_valid(kept, layer, attention, value):
-            rems, gate = rems_and_gate()
+            rems, gate = rems_and_gate(learned, layout, num_key_value_groups)
+            assert gate is not None
             gate = gate.to(working_dtype(value))
             # Twice the length, so that a growing cache does not need a new table at each step.
             table, step = LagTable(rems, gate.dtype, 2 * value.shape[2]), None
-            if choose_backend(value, rems) == "cpp":
+            if choose_backend(problem) == "cpp":
                 step = CppStep(table.weights, table.reach, rems, gate)
             kept = _Kept(_kind_of_call(attention, value), _states(layer), rems, gate, table, step)
             self.kept = kept if kept.parameters else None

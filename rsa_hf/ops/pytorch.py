@@ -45,7 +45,7 @@ CHUNK = 32  # steps
 def product_in_pytorch(
     value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """`apply_rems` in ordinary operations; see there.
+    """The output of a `Problem` in ordinary operations, from REMs and gates (R,); see there.
 
     No value of a tensor is looked at, so it works in graphs and in the transforms of `torch.func`.
     """
@@ -90,12 +90,10 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     products, amplitude = [], rems.amplitudes()
     for d in sorted(set(rems.dilation)):
         places = tuple(h for h, dilation in enumerate(rems.dilation) if dilation == d)
-        of_d = replace(
-            rems.with_rates(*(take_heads(rate, places, dim=0) for rate in (rems.decay, rems.theta, amplitude))),
-            kinds=tuple(rems.kinds[h] for h in places),
-            dilation=(1,) * len(places),  # in the steps of a sub-sequence
-            heads=tuple(rems.heads[h] for h in places),
-        )
+        decay, theta, c = (take_heads(rate, places, dim=0) for rate in (rems.decay, rems.theta, amplitude))
+        kinds, heads = tuple(rems.kinds[h] for h in places), tuple(rems.heads[h] for h in places)
+        one = (1,) * len(places)  # dilation, in the steps of a sub-sequence
+        of_d = Rems(kinds, decay, theta, one, rems.num_key_value_groups, heads, c)
         ids = (
             None
             if mask.documents is None

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.rem import Rems, head_tensors
 
 
@@ -81,4 +82,5 @@ def rem_product(
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0
     visible = None if visible is None else visible.clone()
-    return apply_rems(value, rems, AttentionMask(T, S, offset, causal, key_mask, packed, sliding_window, visible))
+    seen = AttentionMask(T, S, offset, causal, key_mask, packed, sliding_window, visible)
+    return solve(from_rems(value, rems, seen))

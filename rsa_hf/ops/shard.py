@@ -6,14 +6,13 @@ so they are summed over the processes; copies that start equal then stay equal.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rsa_hf.rem import Rems
+from rsa_hf.ops.problem import Learned
 
 
 class Shard(NamedTuple):
@@ -31,47 +30,30 @@ class Shard(NamedTuple):
         return range(self.rank * num_heads, (self.rank + 1) * num_heads)
 
 
-def local_heads(attention: Tensor, rems: Rems, gate: Tensor, shard: Shard | None) -> tuple[Tensor, Rems, Tensor]:
-    """The RSA heads that this process has, with indices among its own heads.
+def sum_gradients(attention: Tensor, learned: Learned, shard: Shard) -> tuple[Tensor, Learned]:
+    """The same tensors; the gradients of what is learned are summed over the processes.
 
-    Their gradients are summed over the processes. A process without RSA heads takes part if it goes on with the
-    attention that is returned.
-
-    Args:
-        attention: output of softmax attention for the heads of this process, [B, T, H', D].
-        rems: all RSA heads of the layer.
-        gate: g of each of them, shape (H,).
-        shard: the run of heads that `attention` has; None: it has all of them, and nothing is done.
-
-    Returns:
-        The same attention, and the REMs and gates of the RSA heads in the run, perhaps of none.
+    A process without RSA heads takes part if it goes on with the attention that is returned.
     """
-    if shard is None:
-        return attention, rems, gate
-    rates = [rate for rate in (*rems.rates, gate) if rate is not None]
-    if torch.is_grad_enabled() and any(rate.requires_grad for rate in rates):
-        attention, *rates = _SumGradients.apply(shard.group, attention, *rates)  # type: ignore[no-untyped-call]
-    run = shard.heads(attention.shape[2])
-    some = slice(bisect_left(rems.heads, run.start), bisect_left(rems.heads, run.stop))
-    decay, theta, *amplitude, gate = (rate[some] for rate in rates)
-    places = tuple(head - run.start for head in rems.heads[some])
-    local = Rems(rems.kinds[some], decay, theta, rems.dilation[some], rems.num_key_value_groups, places, *amplitude)
-    return attention, local, gate
+    given = {name: tensor for name, tensor in learned._asdict().items() if tensor is not None}
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given.values()):
+        return attention, learned
+    attention, *tensors = _SumGradients.apply(shard.group, attention, *given.values())  # type: ignore[no-untyped-call]
+    return attention, learned._replace(**dict(zip(given, tensors, strict=True)))
 
 
 class _SumGradients(torch.autograd.Function):
-    """Passes all tensors through; sums the gradients of the rates over the processes."""
+    """Passes all tensors through; sums the gradients of what is learned over the processes."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, attention: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: Any, attention: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tuple(tensor.view_as(tensor) for tensor in (attention, *rates))
+        return tuple(tensor.view_as(tensor) for tensor in (attention, *learned))
 
     @staticmethod
-    def backward(ctx: Any, attention: Tensor, *rates: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, attention: Tensor, *learned: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError("RSA has no second derivatives (create_graph=True) under tensor parallelism.")
-        total = torch.cat([rate.flatten() for rate in rates])  # several small collectives take longer
+        total = torch.cat(learned)  # several small collectives take longer
         dist.all_reduce(total, group=ctx.group)
-        parts = total.split([rate.numel() for rate in rates])
-        return None, attention, *(part.view_as(rate) for part, rate in zip(parts, rates, strict=True))
+        return None, attention, *total.split([len(tensor) for tensor in learned])

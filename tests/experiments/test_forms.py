@@ -27,7 +27,8 @@ def f(heads, h, lag):
         return float(heads.kernel[h, lag - 1])
     if heads.form in ("kernel", "nothing"):
         return 0.0
-    z = cmath.rect(*(float(rate[h]) for rate in heads.per_head(heads.rates())))
+    rems, _ = heads.rems_and_gate()
+    z = cmath.rect(*(float(rate[h]) for rate in (rems.decay, rems.theta)))
     c = 1 if heads.form == "unit lag" else z
     return ((-1j if heads.spec.kinds[h] == "sin" else 1) * c * z ** (lag - 1)).real
 

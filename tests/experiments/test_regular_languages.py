@@ -92,13 +92,15 @@ def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
 def test_rems_without_signs_lose(toy, monkeypatch):
     runs, _ = toy("regular-languages")
     assert summarise(runs).mean(DIFFERENCE, language="(aa)*") > 0.5
-    rates = RSAHeads.rates
+    learned = RSAHeads.learned.fget
 
-    def broken(self, *dtype):
-        found = rates(self, *dtype)
-        return {**found, "lam": found["lam"].abs(), "theta": 0 * found["theta"]}
+    def broken(self):
+        found = learned(self)
+        return found._replace(
+            eta=None if found.eta is None else found.eta.abs(), theta=None if found.theta is None else 0 * found.theta
+        )
 
-    monkeypatch.setattr(RSAHeads, "rates", broken)
+    monkeypatch.setattr(RSAHeads, "learned", property(broken))
     found = measure_again(EXPERIMENT, runs, language="(aa)*", arm="rsa")
     assert summarise(found).mean(DIFFERENCE, language="(aa)*") < 0.25
     conclusion = conclude("regular-languages", found)

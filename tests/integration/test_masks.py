@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from references import double_loop, relative_error
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import flash_document_ids, read_attention_mask
 from rsa_hf.rem import Rems
@@ -29,7 +30,7 @@ def heads(value):
 
 
 def product(attention_mask: AttentionMask, value):
-    return apply_rems(value, heads(value), attention_mask)
+    return solve(from_rems(value, heads(value), attention_mask))
 
 
 def expected_product(value, T, offset, causal, visible):

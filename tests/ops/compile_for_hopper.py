@@ -25,11 +25,11 @@ from rsa_hf.ops.triton.tuning import Tuning, candidates
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")  # (pointer, three strides)
-PER_HEAD = ("decay", "theta", "gate")  # (pointer, stride)
+LEARNED = ("learned", "dlearned")  # five pointers
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
 MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
 SIZES = {"forward": 8, "backward": 8, "splits": 6}
-BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "free": False, "splits": 1}
+BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "free": False, "splits": 1, "scale": 20.0}
 
 
 def variants():
@@ -52,7 +52,7 @@ def variants():
     yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE | {"free": True}
     for free in (False, True):
         tuning = Tuning(64, 256, 1, 1)
-        yield f"rates_{'free' if free else 'paper'}", "rates", torch.float32, tuning, 64, BARE | {"free": free}
+        yield f"learned_{'free' if free else 'paper'}", "learned", torch.float32, tuning, 64, BARE | {"free": free}
 
 
 def compiled(kernel, dtype, tuning, head_size, flags):
@@ -70,9 +70,8 @@ def compiled(kernel, dtype, tuning, head_size, flags):
     constants = {
         "SHAPE": shape,
         "BACKWARD": not shape.masked,
-        "MIXED": shape.mixed,
-        "FREE": shape.free,
-        "BLOCK": tuning.block,
+        "HEADS": 16,
+        "BLOCK": 32,
     }
     signature, constexprs, attributes = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
@@ -83,12 +82,16 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         elif name in STRIDED:
             signature[name] = (f"*{TYPES[dtype]}", "i32", "i32", "i32")
             attributes |= {(place, i): aligned for i in range(4)}
-        elif name in PER_HEAD or name in MASKS:
-            signature[name] = (MASKS.get(name, "*fp32"), "i32")
+        elif name in LEARNED:
+            signature[name] = ("*fp32",) * 5
+        elif name in MASKS:
+            signature[name] = (MASKS[name], "i32")
             attributes[place, 0] = aligned
         elif name == "sizes":
             signature[name] = ("i32",) * SIZES[kernel]
-        elif name in ("length", "parts"):
+        elif name == "counts":
+            signature[name] = ("i32",) * 3
+        elif name in ("length", "num_heads", "parts", "longest"):
             signature[name] = "i32"
         else:
             signature[name] = INTEGERS.get(name, "*fp32")

@@ -6,8 +6,9 @@ import os
 import torch
 
 from references import relative_error
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import Rems
 
@@ -95,7 +96,7 @@ def mixed_product(tensors, kinds, dilation, groups, attention_mask, heads):
     value, decay, theta, attention, gate = tensors
     turns = torch.tensor([kind != "regular" for kind in kinds], device=theta.device)
     rems = Rems(kinds, decay, torch.where(turns, theta, 0), dilation, groups, heads)
-    return apply_rems(value, rems, attention_mask, attention, gate)
+    return solve(from_rems(value, rems, attention_mask, attention, gate))
 
 
 def differentiate(function, tensors, weights):

@@ -10,6 +10,8 @@ import torch
 from rsa_hf import rem_product
 from rsa_hf.ops import autograd, triton
 from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.rem import Rems
 
 HEADS = ("regular", "cos")
@@ -27,10 +29,10 @@ def fresh_choice(monkeypatch):
         function.cache_clear()
 
 
-def problem(dtype=torch.float32):
-    return torch.randn(1, 2, 20, 16, dtype=dtype), Rems(
-        HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1, (0, 1)
-    )
+def problem(value=None, *mixed):
+    value = torch.randn(1, 2, 20, 16) if value is None else value
+    rems = Rems(HEADS, torch.tensor([0.9, 0.8]), torch.ones(2), (1, 1), 1, (0, 1))
+    return from_rems(value, rems, AttentionMask(20, 20, 0, True), *mixed)
 
 
 @pytest.fixture
@@ -43,20 +45,20 @@ def old_gpu(monkeypatch):
 def test_a_cpu_uses_cpp_if_it_can_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert autograd.choose_backend(*problem()) == ("pytorch" if isinstance(library(), str) else "cpp")
+        assert autograd.choose_backend(problem()) == ("pytorch" if isinstance(library(), str) else "cpp")
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
     with pytest.raises(ValueError, match="='cuda': choose from pytorch, cpp, triton"):
-        rem_product(problem()[0], HEADS, 0.5)
+        rem_product(problem().value, HEADS, 0.5)
 
 
 def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*choose pytorch"):
-        rem_product(problem()[0], HEADS, 0.5)
+        rem_product(problem().value, HEADS, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,9 @@ def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
 def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change, message):
     pytest.importorskip("triton")
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
-    value, rems = problem()
-    value, attention, gate = change(value, torch.randn(1, 20, 2, 16), torch.ones(2))
+    refused = problem(*change(problem().value, torch.randn(1, 20, 2, 16), torch.ones(2)))
     with pytest.raises(RuntimeError, match=message):
-        autograd.choose_backend(value, rems, attention, gate)
+        autograd.choose_backend(refused)
 
 
 def test_the_automatic_fallback_warns_once(old_gpu):
@@ -81,7 +82,7 @@ def test_the_automatic_fallback_warns_once(old_gpu):
     value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)  # all that is read of V
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [autograd.choose_backend(value, problem()[1]) for _ in range(3)] == ["pytorch"] * 3
+        assert [autograd.choose_backend(problem(value)) for _ in range(3)] == ["pytorch"] * 3
     assert len(said) == 1
     reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
     assert f"plain PyTorch, not in Triton: {reason}" in str(said[0].message)

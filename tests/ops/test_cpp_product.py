@@ -14,8 +14,15 @@ from rsa_hf import rem_product
 from rsa_hf.ops import autograd, cpp
 from rsa_hf.ops.cpp import build, launch
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import from_rems
+from rsa_hf.rem import Rems
 
 needs_compiler = pytest.mark.skipif(isinstance(build.library(), str), reason=str(build.library()))
+
+
+def problem(value):
+    rems = Rems(("cos",), torch.tensor([0.9]), torch.ones(1), (1,), 1, (0,))
+    return from_rems(value, rems, AttentionMask(3, 3, 0, True))
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +101,8 @@ def test_tensors_without_memory_of_their_own_are_left_to_pytorch(kind):
 
     value = torch.randn(1, 1, 3, 2)
     value = value.to("meta") if kind == "meta" else value.as_subclass(Wrapped)
-    assert cpp.obstacle(value) is not None
-    assert cpp.obstacle(torch.nn.Parameter(torch.randn(1, 1, 3, 2))) == (
+    assert cpp.obstacle(problem(value)) is not None
+    assert cpp.obstacle(problem(torch.nn.Parameter(torch.randn(1, 1, 3, 2)))) == (
         build.library() if isinstance(build.library(), str) else None
     )
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ops.mixed_product import KINDS, SUMS, agreement, assert_agrees, device, draw
 from rsa_hf import rem_product
-from rsa_hf.ops.autograd import apply_rems
+from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import from_rems
 from rsa_hf.rem import Rems
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -147,7 +148,8 @@ def test_the_output_is_laid_out_as_attention_is(queries):
     value, decay, theta, attention, gate = draw(queries, S=11, plain=0)
     attention = attention.detach().contiguous()
     rems = Rems(KINDS, decay, theta, (1, 2, 1), 1, (0, 1, 2))
-    mixed = apply_rems(value, rems, AttentionMask(queries, 11, 11 - queries, causal=True), attention, gate)
+    mask = AttentionMask(queries, 11, 11 - queries, causal=True)
+    mixed = solve(from_rems(value, rems, mask, attention, gate))
     assert mixed.flatten(2).data_ptr() == mixed.view(1, queries, -1).data_ptr()
 
 

@@ -33,7 +33,7 @@ def assert_fits_the_chip(found):
 
 
 def test_the_main_kernels_fit_the_chip():
-    found = compile_for_hopper("everything", "powers", "rates")
+    found = compile_for_hopper("everything", "powers", "learned")
     assert len(found) == 6
     assert_fits_the_chip(found)
 

@@ -45,13 +45,13 @@ def test_a_row_that_fails_loses_no_other(bench, tmp_path):
 
 def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
     monkeypatch.setenv("RSA_HF_BACKEND", "triton")
-    original = bench.apply_rems
+    original = bench.solve
 
     def slightly_wrong(*arguments):
         output = original(*arguments)
         return output * (1.1 if os.environ["RSA_HF_BACKEND"] == "triton" else 1)
 
-    monkeypatch.setattr(bench, "apply_rems", slightly_wrong)
+    monkeypatch.setattr(bench, "solve", slightly_wrong)
     with pytest.raises(SystemExit, match=r"output is off by .*nothing is reported"):
         bench.Bench(bench.DrySizes(), bench.torch.device("cpu")).equality()
 

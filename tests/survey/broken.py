@@ -15,9 +15,10 @@ from transformers.modeling_utils import PreTrainedModel
 from broken import forgets_the_offset
 from rsa_hf import RSAHeads, patching
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import Learned
 
 Broken = Callable[[], AbstractContextManager[Any]]
-_FORWARD, _RATES, _LOAD = RSAHeads.forward, RSAHeads.rates, PreTrainedModel.from_pretrained.__func__
+_FORWARD, _LEARNED, _LOAD = RSAHeads.forward, RSAHeads.learned.fget, PreTrainedModel.from_pretrained.__func__
 _DETACH = patching.detach_heads
 
 
@@ -30,8 +31,13 @@ def _mask(change: Callable[[AttentionMask], AttentionMask]) -> Broken:
     return _forward(lambda self, attention, value, mask: _FORWARD(self, attention, value, change(mask)))
 
 
-def _rates(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Broken:
-    return lambda: mock.patch.object(RSAHeads, "rates", lambda self, *dtype: change(_RATES(self, *dtype)))
+def _learned(change: Callable[[Learned], Learned]) -> Broken:
+    """RSA uses other numbers than its parameters."""
+    return lambda: mock.patch.object(RSAHeads, "learned", property(lambda self: change(_LEARNED(self))))
+
+
+def _detached(learned: Learned) -> Learned:
+    return Learned(learned.mu, *(None if rate is None else rate.detach() for rate in learned[1:]))
 
 
 def _load(cls: type[PreTrainedModel], *args: Any, **keywords: Any) -> PreTrainedModel:
@@ -62,8 +68,8 @@ BROKEN: dict[str, Broken] = {
     "other direction": _mask(lambda mask: replace(mask, causal=not mask.causal, visible=None)),
     "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, documents=None, visible=None)),
     "offset forgotten": _mask(forgets_the_offset),
-    "not quite shut": _rates(lambda rates: {**rates, "gate": rates["gate"].clamp(min=1e-3)}),
-    "rates not trained": _rates(lambda rates: {**rates, **{k: v.detach() for k, v in rates.items() if k != "gate"}}),
+    "not quite shut": _learned(lambda learned: learned._replace(mu=learned.mu.clamp(min=-0.3))),
+    "rates not trained": _learned(_detached),
     "rates lost": lambda: mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_load)),
     "one left behind": lambda: mock.patch.object(patching, "detach_heads", _detach),
 }

@@ -35,13 +35,14 @@ import torch
 from torch import Tensor
 
 from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.problem import Problem
 
 __all__ = ["obstacle"]
 
 
-def obstacle(*tensors: Tensor | None) -> str | None:
+def obstacle(problem: Problem) -> str | None:
     """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
-    for tensor in tensors:
+    for tensor in problem.tensors:
         if tensor is None:
             continue
         if tensor.device.type != "cpu":

@@ -25,32 +25,70 @@ struct Tensor {
   }
 };
 
-// Mirrored by `_Problem` in launch.py.
+// An RSA head, and where its numbers stand among the learned ones: `HeadRow` of problem.py.
+struct Row {
+  Index index, kind, dilation, gate, rate, real, imaginary;
+};
+
+constexpr Index REGULAR = 0, SIN = 2, NONE = -1;
+
+// Numbers that are learned, in float32 or float64.
+struct Learned {
+  void* data;
+  Index is_wide;
+
+  double operator[](Index place) const {
+    return is_wide ? static_cast<const double*>(data)[place] : static_cast<const float*>(data)[place];
+  }
+
+  void add(Index place, double number) const {
+    if (!data || place == NONE) return;
+    if (is_wide) static_cast<double*>(data)[place] += number;
+    else static_cast<float*>(data)[place] += float(number);
+  }
+};
+
+// Mirrored by `PROBLEM` in launch.py.
 struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, num_key_value_groups, is_causal, threads;
-  Index window;                        // positions that a query sees back, itself included; 0: all
-  const Index *kinds, *dilation;    // [heads]; 0 regular, 1 cos, 2 sin
-  const Index* indices;             // [heads]: of each among the heads of attention, ascending
-  const double *decay, *theta;      // [heads]
-  const double* amplitude;          // [heads, 2]; or null, for the paper's: z, of sin heads −i z
-  const double* gate;               // [heads]; or null, for P V alone
-  const std::uint8_t* key_mask;        // [rows, keys], 0 where a key is hidden; or null
+  Index window;             // positions that a query sees back, itself included; 0: all
+  const std::uint8_t* key_mask;  // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
   const Index* documents;  // [rows, keys]; or null
   Index documents_row;
-  Tensor value, attention, output;
-  Tensor grad, dvalue, dattention;
-  double* sums;  // [rows, heads, 5]: gradients with respect to decay, theta, amplitude and gate
+  const Row* layout;       // [heads], ascending
+  double scale;            // of what is learned; 0: the gates and the rates themselves
+  Learned mu, eta, nu, theta, amplitude;       // without `mu` P V alone is computed
+  Learned dmu, deta, dnu, dtheta, damplitude;  // gradients, which are added
+  Tensor value, attention, output, grad, dattention, dvalue;
 
   bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
 
   // Whether head h reads the same value head as the one before it.
   bool shares_value(Index h) const {
-    return h > 0 && indices[h] / num_key_value_groups == indices[h - 1] / num_key_value_groups;
+    return h > 0 && layout[h].index / num_key_value_groups == layout[h - 1].index / num_key_value_groups;
   }
 };
 
-constexpr Index SIN = 2;
+// A learned number, what it stands for, and the derivative of that.
+struct Rate {
+  double value, slope;
+
+  static Rate sigmoid(double x, double scale) {
+    if (!scale) return {x, 1};
+    const double y = 1 / (1 + std::exp(-scale * x));
+    return {y, scale * y * (1 - y)};
+  }
+
+  static Rate tanh(double x, double scale) {
+    if (!scale) return {x, 1};
+    const double y = std::tanh(scale * x);
+    return {y, scale * (1 - y * y)};
+  }
+
+  static Rate linear(double x, double scale) { return scale ? Rate{scale * x, scale} : Rate{x, 1}; }
+};
+
 constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
 
 // Neighbouring channels, computed side by side: two registers, because a step waits for the one before.
@@ -106,33 +144,44 @@ struct Lanes {
 
 // One head of one row.
 struct Head {
+  const Row& from;
   Index row, index, dilation;
   bool shares_value;
-  Index window;                    // in its own steps
+  Index window;  // in its own steps
+  Rate gate, decay, theta;
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
   std::complex<double> by_z;       // ∂amplitude/∂z
   std::complex<double> amplitude;
   bool is_real;  // z and amplitude: there is no imaginary part to compute
-  double gate;
   const std::uint8_t* key_mask;
   const Index* documents;
 
   Head(const Problem& p, Index b, Index h)
-      : row(b),
-        index(p.indices[h]),
-        dilation(std::min(p.dilation[h], p.keys)),
+      : from(p.layout[h]),
+        row(b),
+        index(from.index),
+        dilation(std::min(from.dilation, p.keys)),
         shares_value(p.shares_value(h)),
         window(p.window ? (p.window - 1) / dilation + 1 : 0),
-        direction(std::cos(p.theta[h]), std::sin(p.theta[h])),
-        z(p.decay[h] * direction),
-        by_z(p.amplitude ? 0 : p.kinds[h] == SIN ? std::complex<double>(0, -1) : 1),
-        amplitude(p.amplitude ? std::complex<double>(p.amplitude[2 * h], p.amplitude[2 * h + 1]) : by_z * z),
-        is_real(z.imag() == 0 && amplitude.imag() == 0),
-        gate(p.gate ? p.gate[h] : 1),
+        gate(p.mu.data ? Rate::sigmoid(p.mu[from.gate], p.scale) : Rate{1, 0}),
+        decay(is_regular() ? Rate::tanh(p.eta[from.rate], p.scale)
+                           : Rate::sigmoid(p.nu[from.rate], p.scale)),
+        theta(is_regular() ? Rate{0, 0} : Rate::linear(p.theta[from.rate], p.scale)),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
-        documents(p.documents ? p.documents + b * p.documents_row : nullptr) {}
+        documents(p.documents ? p.documents + b * p.documents_row : nullptr) {
+    // Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
+    if (p.scale && float(gate.value) == 0) decay = {0, 0};
+    direction = is_regular() ? 1 : std::polar(1.0, theta.value);
+    z = decay.value * direction;
+    if (from.real == NONE) {  // the paper's: z, of sin heads −i z
+      by_z = from.kind == SIN ? std::complex<double>(0, -1) : 1;
+      amplitude = by_z * z;
+    } else amplitude = {p.amplitude[from.real], from.imaginary == NONE ? 0 : p.amplitude[from.imaginary]};
+    is_real = z.imag() == 0 && amplitude.imag() == 0;
+  }
 
+  bool is_regular() const { return from.kind == REGULAR; }
   bool is_seen(Index key) const { return !key_mask || key_mask[key]; }
 };
 
@@ -213,7 +262,7 @@ struct ForwardSweep {
   Index channels;
   const Number *value, *attention;
   Number* output;
-  Number rest = 1 - Number(head.gate);
+  Number rest = 1 - Number(head.gate.value);
 
   ForwardSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
       : p(p),
@@ -276,6 +325,12 @@ struct ValueSweep {
 struct Sums {
   std::complex<double> states, slopes;  // Σ dy · s and Σ dy · q, for an amplitude of 1
   double attention = 0;                 // Σ dy · attention
+
+  void operator+=(const Sums& other) {
+    states += other.states;
+    slopes += other.slopes;
+    attention += other.attention;
+  }
 };
 
 template <typename Number>
@@ -288,7 +343,7 @@ struct OtherSweep {
   const Number *value, *grad, *attention;
   Number* dattention;
   Sums& sums;
-  Number rest = 1 - Number(head.gate);
+  Number rest = 1 - Number(head.gate.value);
   State<Number> added;
   Lanes<Number> attended;
 
@@ -334,7 +389,7 @@ class Walk {
   // The amplitude is part of the states, the gate too, but not where there are derivatives.
   Walk(const Problem& p, Index b, Index h, bool is_backwards, bool has_derivative)
       : head(p, b, h), p(p), is_backwards(is_backwards), z(head.z) {
-    const std::complex<double> c = has_derivative ? 1 : head.gate * head.amplitude;
+    const std::complex<double> c = has_derivative ? 1 : head.gate.value * head.amplitude;
     amplitude = std::complex<Number>(c);
     // z is rounded. What that takes from z^k, about k (exact / rounded − 1), is given back after each run.
     const std::complex<double> rounded(z);
@@ -454,22 +509,28 @@ void forward_heads(const Problem& p, Index b, Index begin, Index end) {
 }
 
 template <typename Number>
-void backward_heads(const Problem& p, Index b, Index begin, Index end) {
+void backward_heads(const Problem& p, Index b, Index begin, Index end, std::vector<Sums>& of_rows) {
   walk<ValueSweep, Number>(p, b, begin, end, true);
   if (!p.is_causal) walk<ValueSweep, Number>(p, b, begin, end, false);
   std::vector<Sums> sums(end - begin);
   walk<OtherSweep, Number>(p, b, begin, end, false, sums);
   if (!p.is_causal) walk<OtherSweep, Number>(p, b, begin, end, true, sums);
-  for (Index h = begin; h < end; h++) {
-    const Head head(p, b, h);
-    const Sums& of_head = sums[h - begin];
-    const std::complex<double> by_z = head.amplitude * of_head.slopes + head.by_z * of_head.states;
-    double* result = p.sums + 5 * (b * p.heads + h);
-    result[0] = head.gate * (by_z * head.direction).real();
-    result[1] = -head.gate * (by_z * head.z).imag();  // ∂z/∂θ = i z
-    result[2] = head.gate * of_head.states.real();
-    result[3] = -head.gate * of_head.states.imag();
-    result[4] = (head.amplitude * of_head.states).real() - of_head.attention;
+  std::copy(sums.begin(), sums.end(), of_rows.begin() + b * p.heads + begin);
+}
+
+// The gradients of what is learned, from the sums of each row and head.
+void add_gradients(const Problem& p, const std::vector<Sums>& of_rows) {
+  for (Index h = 0; h < p.heads; h++) {
+    const Head head(p, 0, h);
+    Sums sums;
+    for (Index b = 0; b < p.rows; b++) sums += of_rows[b * p.heads + h];
+    const std::complex<double> by_z = head.amplitude * sums.slopes + head.by_z * sums.states;
+    const double g = head.gate.value;
+    p.dmu.add(head.from.gate, head.gate.slope * ((head.amplitude * sums.states).real() - sums.attention));
+    (head.is_regular() ? p.deta : p.dnu).add(head.from.rate, g * head.decay.slope * (by_z * head.direction).real());
+    if (!head.is_regular()) p.dtheta.add(head.from.rate, -g * head.theta.slope * (by_z * head.z).imag());  // ∂z/∂θ = i z
+    p.damplitude.add(head.from.real, g * sums.states.real());
+    p.damplitude.add(head.from.imaginary, -g * sums.states.imag());
   }
 }
 
@@ -548,13 +609,25 @@ void in_parallel(const Problem& p, Task task) {
     for (Index part = 0; part < parts; part++) task(b, start(part), start(part + 1));
 }
 
+template <typename Number>
+void forward(const Problem& p) {
+  in_parallel(p, [&p](auto... part) { forward_heads<Number>(p, part...); });
+}
+
+template <typename Number>
+void backward(const Problem& p) {
+  std::vector<Sums> sums(p.rows * p.heads);
+  in_parallel(p, [&p, &sums](auto... part) { backward_heads<Number>(p, part..., sums); });
+  add_gradients(p, sums);
+}
+
 }  // namespace
 
 extern "C" {
-void forward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { forward_heads<float>(*p, part...); }); }
-void forward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { forward_heads<double>(*p, part...); }); }
-void backward_float32(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<float>(*p, part...); }); }
-void backward_float64(const Problem* p) { in_parallel(*p, [=](auto... part) { backward_heads<double>(*p, part...); }); }
+void forward_float32(const Problem* p) { forward<float>(*p); }
+void forward_float64(const Problem* p) { forward<double>(*p); }
+void backward_float32(const Problem* p) { backward<float>(*p); }
+void backward_float64(const Problem* p) { backward<double>(*p); }
 void step_float32(const Step* p) { step<float>(*p); }
 void step_float64(const Step* p) { step<double>(*p); }
 }

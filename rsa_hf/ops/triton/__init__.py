@@ -46,9 +46,8 @@ import functools
 import importlib
 
 import torch
-from torch import Tensor
 
-from rsa_hf.rem import Rems
+from rsa_hf.ops.problem import Problem
 
 __all__ = ["obstacle"]
 
@@ -56,20 +55,19 @@ OLDEST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and tf32 on tensor cores
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def obstacle(value: Tensor, rems: Rems, attention: Tensor | None, gate: Tensor | None) -> str | None:
+def obstacle(problem: Problem) -> str | None:
     """Why the kernels cannot compute P V here, or None. Does not import them."""
-    reason = _obstacle_of_device(value.device)
+    device = problem.value.device
+    reason = _obstacle_of_device(device)
     if reason is not None:
         return reason
-    tensors = {"value": value} if attention is None else {"value": value, "attention": attention}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
+    for name, tensor in {"value": problem.value, "attention": problem.attention}.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and its kernels take {allowed}"
-    tensors |= {"decay": rems.decay} if gate is None else {"decay": rems.decay, "gate": gate}
-    for name, tensor in tensors.items():
-        if tensor.device != value.device:
-            return f"value is on {value.device} and {name} on {tensor.device}"
+    for name, tensor in {"attention": problem.attention, **problem.learned._asdict()}.items():
+        if tensor is not None and tensor.device != device:
+            return f"value is on {device} and {name} on {tensor.device}"
     return None
 
 

@@ -23,13 +23,20 @@ from rsa_hf.ops.triton.states import (
 )
 from rsa_hf.ops.triton.tables import (
     DZ,
+    GATE,
+    IMAGINARY,
+    KIND,
+    RATE,
     READ,
+    REAL,
     Z,
-    _amplitude_of_head,
+    _amplitudes,
     _entry,
+    _gates,
     _halves,
-    _load_of_head,
     _multiply,
+    _of_row,
+    _rates,
     _toeplitz,
 )
 
@@ -61,7 +68,7 @@ def backward_kernel(
     grad,
     value,
     attention,
-    gate,
+    learned,
     dvalue,
     dattention,
     partial,
@@ -103,7 +110,8 @@ def backward_kernel(
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
         dsoftmax = _of_head(dattention, row, index)
-        weight = _load_of_head(gate, head).to(tl.float32)
+        gate, _slope = _gates(learned, heads, head, SHAPE)
+        weight = gate.to(tl.float32)
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 4)
@@ -171,69 +179,90 @@ def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rates_kernel(
+def learned_kernel(
     partial,
-    decay,
-    theta,
-    amplitude,
-    gate,
+    learned,
+    dlearned,
     heads,
     starts,
-    ddecay,
-    dtheta,
-    damplitude,
-    dgate,
+    counts,
+    num_heads,
     parts,
-    MIXED: tl.constexpr,
-    FREE: tl.constexpr,
+    longest,
+    SHAPE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradients of the rates and the gate of each head, from the parts of its programs, added up in a fixed order.
+    """Gradients of what is learned, from the parts of the programs of each head, added up in a fixed order.
+
+    A program looks at all heads, and writes the gradient of one number, of nu and theta those of one place.
 
     Where:
         partial: of `backward_kernel`.
-        decay, theta, gate: (H,), as (pointer, stride).
-        amplitude: [H, 2], and damplitude too; neither is looked at unless FREE.
-        starts: where the columns of each head begin, and where the last ones end, (H + 1,).
-        ddecay, dtheta, dgate: (H,).
+        dlearned: gradients of `learned`, of the same sizes.
+        starts: where the columns of each head begin, and where the last ones end, (R + 1,).
+        counts: how many numbers mu, eta and nu are.
+        num_heads: R ≤ HEADS.
         parts: programs of a column.
+        longest: the most parts that a head has.
     """
-    head = tl.program_id(0)
+    dmu, deta, dnu, dtheta, damplitude = dlearned
+    num_mu, num_eta, num_nu = counts
+    program = tl.program_id(0)
+    place = tl.arange(0, HEADS)
+    is_head = place < num_heads
+    head = tl.minimum(place, num_heads - 1)
     begin = tl.load(starts + head).to(tl.int64) * parts
-    end = tl.load(starts + head + 1).to(tl.int64) * parts
-    product = _sum_of_parts(partial + 1, begin, end, BLOCK)
-    imaginary_product = _sum_of_parts(partial + 2, begin, end, BLOCK)
-    change = _sum_of_parts(partial + 3, begin, end, BLOCK)
-    imaginary_change = _sum_of_parts(partial + 4, begin, end, BLOCK)
-    rho, angle = _load_of_head(decay, head).to(tl.float64), _load_of_head(theta, head).to(tl.float64)
+    end = tl.where(is_head, tl.load(starts + head + 1).to(tl.int64) * parts, 0)
+    attended = _sums_of_parts(partial, begin, end, longest, HEADS, BLOCK)
+    product = _sums_of_parts(partial + 1, begin, end, longest, HEADS, BLOCK)
+    imaginary_product = _sums_of_parts(partial + 2, begin, end, longest, HEADS, BLOCK)
+    change = _sums_of_parts(partial + 3, begin, end, longest, HEADS, BLOCK)
+    imaginary_change = _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK)
+
+    rho, slope, angle, turn = _rates(learned, heads, head, SHAPE)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    c, c_imaginary = _amplitude_of_head(amplitude, heads, head, rho * cos, rho * sin, FREE)
-    weight = 1.0
-    if MIXED:
-        weight = _load_of_head(gate, head).to(tl.float64)
-        attended = _sum_of_parts(partial, begin, end, BLOCK)
-        tl.store(dgate + head, c * product - c_imaginary * imaginary_product - attended)
+    c, c_imaginary = _amplitudes(learned, heads, head, rho * cos, rho * sin, SHAPE)
+    gate, gate_slope = turn * 0.0 + 1.0, turn * 0.0
+    if SHAPE.mixed:
+        gate, gate_slope = _gates(learned, heads, head, SHAPE)
     # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
-    by_decay, by_imaginary_decay = (
-        c * change - c_imaginary * imaginary_change,
-        c * imaginary_change + c_imaginary * change,
-    )
-    if FREE:
-        tl.store(damplitude + 2 * head, weight * product)
-        tl.store(damplitude + 2 * head + 1, -weight * imaginary_product)
-    else:  # c = z, of sin heads −i z
-        turn, imaginary_turn = _amplitude_of_head(amplitude, heads, head, cos, sin, FREE)
-        by_decay += turn * product - imaginary_turn * imaginary_product
-        by_imaginary_decay += turn * imaginary_product + imaginary_turn * product
-    tl.store(ddecay + head, weight * by_decay)
-    tl.store(dtheta + head, -weight * rho * by_imaginary_decay)
+    by_decay = c * change - c_imaginary * imaginary_change
+    by_imaginary_decay = c * imaginary_change + c_imaginary * change
+    if not SHAPE.free:  # c = z, of sin heads −i z
+        is_sin = _of_row(heads, head, KIND) == 2
+        real, imaginary = tl.where(is_sin, sin, cos), tl.where(is_sin, -cos, sin)
+        by_decay += real * product - imaginary * imaginary_product
+        by_imaginary_decay += real * imaginary_product + imaginary * product
+
+    is_regular = _of_row(heads, head, KIND) == 0
+    rate = tl.where(is_head, _of_row(heads, head, RATE), -1)
+    if program < num_mu:
+        dgate = gate_slope * (c * product - c_imaginary * imaginary_product - attended)
+        reads = is_head & (_of_row(heads, head, GATE) == program)
+        tl.store(dmu + program, tl.sum(tl.where(reads, dgate, 0.0)))
+    elif program < num_mu + num_eta:
+        number = program - num_mu
+        reads = is_regular & (rate == number)
+        tl.store(deta + number, tl.sum(tl.where(reads, gate * slope * by_decay, 0.0)))
+    elif program < num_mu + num_eta + num_nu:
+        number = program - num_mu - num_eta
+        reads = (is_regular == 0) & (rate == number)
+        tl.store(dnu + number, tl.sum(tl.where(reads, gate * slope * by_decay, 0.0)))
+        tl.store(dtheta + number, tl.sum(tl.where(reads, -gate * turn * rho * by_imaginary_decay, 0.0)))
+    else:
+        number = program - num_mu - num_eta - num_nu
+        real_reads = is_head & (_of_row(heads, head, REAL) == number)
+        imaginary_reads = is_head & (_of_row(heads, head, IMAGINARY) == number)
+        of_real = tl.sum(tl.where(real_reads, gate * product, 0.0))
+        tl.store(damplitude + number, of_real - tl.sum(tl.where(imaginary_reads, gate * imaginary_product, 0.0)))
 
 
 @triton.jit
-def _sum_of_parts(partial, begin, end, BLOCK: tl.constexpr):
-    """The sum of every fifth number, in float64."""
-    total = tl.zeros([BLOCK], tl.float64)
-    for start in tl.range(begin, end, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        total += tl.load(partial + 5 * place, mask=place < end, other=0.0)
-    return tl.sum(total)
+def _sums_of_parts(partial, begin, end, longest, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """For each head the sum of every fifth number, in float64."""
+    total = tl.zeros([HEADS, BLOCK], tl.float64)
+    for start in tl.range(0, longest, BLOCK):
+        place = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]
+        total += tl.load(partial + 5 * place, mask=place < end[:, None], other=0.0)
+    return tl.sum(total, axis=1)

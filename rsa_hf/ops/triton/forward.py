@@ -20,7 +20,7 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import READ, _halves, _load_of_head, _multiply, _toeplitz
+from rsa_hf.ops.triton.tables import READ, _gates, _halves, _multiply, _toeplitz
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _entering_of(
 def forward_kernel(
     value,
     attention,
-    gate,
+    learned,
     output,
     key_mask,
     document_ids,
@@ -69,12 +69,11 @@ def forward_kernel(
     Where:
         value: V, a tensor [B, Hv, S, D].
         attention: a tensor [B, H', T, D]; not looked at unless mixed.
-        gate: (H,), as (pointer, stride).
         output: a tensor, [B, H', T, D] if mixed, else [B, H, T, D].
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
         document_ids: [B, S], which document each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
-        heads: dilation, kind and index of each head, [H, 3].
+        learned, heads: see `powers_kernel`.
         table: of `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].
@@ -95,7 +94,8 @@ def forward_kernel(
     high, low = _halves(_toeplitz(table, READ, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
-        weight = _load_of_head(gate, head).to(tl.float32)
+        gate, _slope = _gates(learned, heads, head, SHAPE)
+        weight = gate.to(tl.float32)
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)

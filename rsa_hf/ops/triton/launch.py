@@ -1,9 +1,8 @@
-"""Launches of the kernels: P V and its gradients from tensors and an `AttentionMask`."""
+"""Launches of the kernels: P V and its gradients from a `Problem`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,95 +12,75 @@ import triton
 from torch import Tensor
 
 from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
-from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.triton.backward import backward_kernel, rates_kernel
+from rsa_hf.ops.problem import NONE, Layout, Learned, Problem
+from rsa_hf.ops.triton.backward import backward_kernel, learned_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
 from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
-from rsa_hf.rem import KINDS, Rems, kept_constants, other_heads
+from rsa_hf.rem import kept_constants, other_heads
 
 MOST_SPLITS = 32
 CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be handed
 
 
-def triton_forward(
-    value: Tensor,
-    rems: Rems,
-    mask: AttentionMask,
-    attention: Tensor | None,
-    gate: Tensor | None,
-    tuning: Tuning | None = None,
-) -> Tensor:
-    """P V, [B, H, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H', D].
+def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
+    """The output of a problem without a sliding window and `visible`, in float32, bfloat16 or float16.
 
     Args:
-        value: shape [B, Hv, S, D]; float32, bfloat16 or float16.
-        rems: the heads.
-        mask: which keys each query sees; without a sliding window and `visible`.
-        attention: attention's output, or None.
-        gate: g of each head, or None.
+        problem: what to compute.
         tuning: block shapes; None: the fastest known ones.
     """
-    output = empty_output(value, rems, mask, attention)
-    if attention is not None:
-        copy_other_heads(attention, output, rems)
-    value = with_rows(value)
+    output = empty_output(problem)
+    if problem.attention is not None:
+        copy_other_heads(problem.attention, output, problem.layout.heads)
+    problem = problem._replace(value=with_rows(problem.value))
 
     def run(tuning: Tuning) -> None:
-        _Launch(value, rems, mask, attention, gate, tuning).forward(output)
+        _Launch(problem, tuning).forward(output)
 
-    with _on(value.device):
-        run(tuning or _tuning("forward", run, value, rems, mask, attention))
+    with _on(output.device):
+        run(tuning or _tuning("forward", run, problem))
     return output
 
 
-def triton_backward(
-    grad: Tensor,
-    value: Tensor,
-    rems: Rems,
-    mask: AttentionMask,
-    attention: Tensor | None,
-    gate: Tensor | None,
-    tuning: Tuning | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `triton_forward` with respect to V, the rates, attention and gate, from that of its output."""
-    num_key_value_groups = rems.num_key_value_groups
-    dvalue = empty_rows(value)
-    rates = [
-        None if rate is None else torch.empty_like(rate, memory_format=torch.contiguous_format) for rate in rems.rates
-    ]
-    dattention = dgate = None
-    if attention is not None and gate is not None:
-        dattention, dgate = empty_rows(attention), torch.empty_like(gate)
-        copy_other_heads(grad, dattention, rems)
+def triton_backward(grad: Tensor, problem: Problem, tuning: Tuning | None = None) -> tuple[Tensor | None, ...]:
+    """The gradients of `problem.tensors`, from that of the output."""
+    value, attention, learned, layout, num_key_value_groups, mask = problem
+    dvalue, dattention = empty_rows(value), None
+    if attention is not None:
+        dattention = empty_rows(attention)
+        copy_other_heads(grad, dattention, layout.heads)
+    gradients = Learned(*(None if x is None else x.new_empty(x.shape) for x in learned))
     length = mask.seen_length
-    dvalue[:, :, length:] = 0
+    if length < dvalue.shape[2]:
+        dvalue[:, :, length:] = 0
     # Heads that share a value head each write a gradient in float32.
-    heads = dvalue
+    of_heads = dvalue
     if num_key_value_groups > 1:
         num_heads = value.shape[1] * num_key_value_groups
-        heads = value.new_empty(len(value), num_heads, length, value.shape[3], dtype=torch.float32)
-    for plain in other_heads(rems.heads, heads.shape[1]):
-        heads[:, plain] = 0
-    value, grad = with_rows(value), with_rows(grad)
+        of_heads = value.new_empty(len(value), num_heads, length, value.shape[3], dtype=torch.float32)
+    if len(layout.heads) < of_heads.shape[1]:
+        for plain in other_heads(layout.heads, of_heads.shape[1]):
+            of_heads[:, plain] = 0
+    problem, grad = problem._replace(value=with_rows(value)), with_rows(grad)
 
     def run(tuning: Tuning) -> None:
-        launch = _Launch(value, rems, mask, attention, gate, tuning)
-        launch.backward(grad, heads, dattention, rates, dgate)
+        _Launch(problem, tuning).backward(grad, of_heads, dattention, gradients)
 
     with _on(value.device):
-        run(tuning or _tuning("backward", run, value, rems, mask, attention))
+        run(tuning or _tuning("backward", run, problem))
     if num_key_value_groups > 1:
-        dvalue[:, :, :length] = heads.unflatten(1, (-1, num_key_value_groups)).sum(2)
-    return dvalue, *rates, dattention, dgate
+        dvalue[:, :, :length] = of_heads.unflatten(1, (-1, num_key_value_groups)).sum(2)
+    return dvalue, dattention, *gradients
 
 
-def _tuning(kernel: str, run: Any, value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None) -> Tuning:
+def _tuning(kernel: str, run: Any, problem: Problem) -> Tuning:
+    value, mask = problem.value, problem.mask
     options = candidates(kernel, value.shape[3], 8 * value.element_size())
-    steps = mask.seen_length // min(rems.dilation)
+    steps = mask.seen_length // min(row.dilation for row in problem.layout.rows)
     size = (value.numel().bit_length(), steps.bit_length())
-    flags = (mask.causal, attention is None, mask.documents is None, mask.key_mask is None)
+    flags = (mask.causal, problem.attention is None, mask.documents is None, mask.key_mask is None)
     question = (kernel, value.device, value.dtype, value.shape[3], size, flags)
     return fastest(question, options, run, value.device)
 
@@ -117,19 +96,12 @@ def _processors(device: torch.device) -> int:
 
 
 @kept_constants(32)
-def _plan(
-    kinds: tuple[str, ...],
-    dilation: tuple[int, ...],
-    indices: tuple[int, ...],
-    residues: tuple[int, ...],
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plan(layout: Layout, residues: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The heads, the columns and the first column of each head, on the device."""
-    heads = [[d, KINDS.index(kind), index] for d, kind, index in zip(dilation, kinds, indices, strict=True)]
     columns = [[head, residue] for head, count in enumerate(residues) for residue in range(count)]
     starts = [sum(residues[:head]) for head in range(len(residues) + 1)]
     heads_on, columns_on, starts_on = (
-        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (heads, columns, starts)
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (layout.rows, columns, starts)
     )
     return heads_on, columns_on, starts_on
 
@@ -139,22 +111,27 @@ def _divide(
     batch: int,
     head_size: int,
     length: int,
-    dilation: tuple[int, ...],
+    layout: Layout,
     processors: int,
     tuning: Tuning,
     flags: tuple[bool, ...],
 ) -> tuple[int, int, tuple[int, ...], Shape]:
     """Programs, states that enter the chunks of a head from the right, residues of each head, and what to compile for.
 
-    `flags` are the last fields of `Shape`. Cached, because every layer asks the same, and a GPU waits for the answer.
+    `flags` are fields of `Shape`. Cached, because every layer asks the same, and a GPU waits for the answer.
     """
+    dilation = [row.dilation for row in layout.rows]
     steps = triton.cdiv(length, min(dilation))
     chunk, blocks = min(tuning.chunk, max(triton.next_power_of_2(steps), 16)), triton.cdiv(head_size, tuning.block)
     residues = tuple(min(d, length) for d in dilation)
     programs = batch * sum(residues) * blocks
     splits = _splits(programs, triton.cdiv(steps, chunk), processors)
     powers = triton.next_power_of_2(chunk + 1 + splits)
-    shape = Shape(head_size, tuning.block, blocks, chunk, splits, powers, tuning.stages, *flags)
+    causal, mixed, masked, packed, halves = flags
+    shape = Shape(
+        *(head_size, tuning.block, blocks, chunk, splits, powers, tuning.stages),
+        *(causal, mixed, masked, packed, halves, layout.rows[0].real != NONE, layout.scale),
+    )
     slots = max(
         count * (triton.cdiv(triton.cdiv(length, d), chunk) - 1) for d, count in zip(dilation, residues, strict=True)
     )
@@ -164,77 +141,49 @@ def _divide(
 class _Launch:
     """One problem, divided into programs by a tuning."""
 
-    def __init__(
-        self,
-        value: Tensor,
-        rems: Rems,
-        mask: AttentionMask,
-        attention: Tensor | None,
-        gate: Tensor | None,
-        tuning: Tuning,
-    ) -> None:
-        self.value, self.rems, self.mask = value, rems, mask
-        # Where there is none, V is a placeholder that is not read.
+    def __init__(self, problem: Problem, tuning: Tuning) -> None:
+        self.problem = problem
+        value, attention, learned, layout, self.num_key_value_groups, self.mask = problem
+        # Where there is none, another tensor is a placeholder that is not read.
+        self.value, self.is_mixed = value, attention is not None
         self.attention = value if attention is None else with_rows(attention).transpose(1, 2)
-        self.amplitude = value if rems.amplitude is None else rems.amplitude.contiguous()
-        self.gate, self.is_mixed = value if gate is None else gate, attention is not None
-        self.length, self.warps = mask.seen_length, tuning.warps
-        B, H, device = len(value), len(rems.heads), value.device
-        flags = (
-            mask.causal,
-            self.is_mixed,
-            mask.key_mask is not None,
-            mask.documents is not None,
-            rems.amplitude is not None,
-            value.element_size() == 2,
+        self.learned = tuple(value if tensor is None else tensor.contiguous() for tensor in learned)
+        self.length, self.warps = self.mask.seen_length, tuning.warps
+        B, R, device = len(value), len(layout.rows), value.device
+        key_mask, document_ids = self.mask.key_mask, self.mask.documents
+        halves = value.element_size() == 2
+        flags = (self.mask.causal, self.is_mixed, key_mask is not None, document_ids is not None, halves)
+        self.programs, self.slots, self.residues, self.shape = _divide(
+            B, value.shape[3], self.length, layout, _processors(device), tuning, flags
         )
-        self.programs, self.slots, residues, self.shape = _divide(
-            B, value.shape[3], self.length, rems.dilation, _processors(device), tuning, flags
-        )
-        self.heads, self.columns, self.starts = _plan(rems.kinds, rems.dilation, rems.heads, residues, device)
-        self.table = value.new_empty(H, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
-        key_mask = value if mask.key_mask is None else with_rows(mask.key_mask).view(torch.uint8)
-        document_ids = value if mask.documents is None else mask.documents
+        self.heads, self.columns, self.starts = _plan(layout, self.residues, device)
+        self.table = value.new_empty(R, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
+        key_mask = value if key_mask is None else with_rows(key_mask).view(torch.uint8)
+        document_ids = value if document_ids is None else document_ids
         masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, document_ids))
         # What all kernels that walk along the sequence take.
         self.tables = (*masks, self.columns, self.heads, self.table)
-        self.sizes = (B, len(self.columns), H, self.length, mask.query_offset, mask.query_length)
-        powers_kernel[(H,)](
-            _per_head(rems.decay),
-            _per_head(rems.theta),
-            self.amplitude,
-            self.heads,
-            self.table,
-            self.length,
-            SHAPE=self.shape,
-            num_warps=1,
-        )
+        self.sizes = (B, len(self.columns), R, self.length, self.mask.query_offset, self.mask.query_length)
+        powers_kernel[(R,)](self.learned, self.heads, self.table, self.length, SHAPE=self.shape, num_warps=1)
 
     def forward(self, output: Tensor) -> None:
         """Write the output of the RSA heads."""
-        value, num_key_value_groups = self.value, self.rems.num_key_value_groups
+        value = self.value
         forward_kernel[(self.programs,)](
             _strided(value),
             _strided(self.attention),
-            _per_head(self.gate),
+            self.learned,
             _strided(output.transpose(1, 2) if self.is_mixed else output),
             *self.tables,
-            self._written(value, 0, self.length, num_key_value_groups, backward=False),
+            self._written(value, 0, self.length, self.num_key_value_groups, backward=False),
             self._entering(2),
-            (*self.sizes, num_key_value_groups, self.slots),
+            (*self.sizes, self.num_key_value_groups, self.slots),
             SHAPE=self.shape,
             num_warps=self.warps,
         )
 
-    def backward(
-        self,
-        grad: Tensor,
-        dvalue: Tensor,
-        dattention: Tensor | None,
-        rates: Sequence[Tensor | None],
-        dgate: Tensor | None,
-    ) -> None:
-        """Write the gradients of the RSA heads and of the values they read."""
+    def backward(self, grad: Tensor, dvalue: Tensor, dattention: Tensor | None, gradients: Learned) -> None:
+        """Write the gradients of the RSA heads, of the values they read, and of what is learned."""
         value, mask = self.value, self.mask
         grad = grad.transpose(1, 2) if self.is_mixed else grad
         parts = len(value) * self.shape.blocks * self.shape.splits
@@ -243,32 +192,33 @@ class _Launch:
             _strided(grad),
             _strided(value),
             _strided(self.attention),
-            _per_head(self.gate),
+            self.learned,
             _strided(dvalue),
             _strided(value if dattention is None else dattention.transpose(1, 2)),
             partial,
             *self.tables,
             self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
-            (*self.sizes, self.rems.num_key_value_groups, self.slots),
+            (*self.sizes, self.num_key_value_groups, self.slots),
             SHAPE=replace(self.shape, halves=grad.element_size() == 2),
             num_warps=self.warps,
         )
-        rates_kernel[(len(self.heads),)](
+        mu, eta, nu, _, amplitude = (0 if tensor is None else len(tensor) for tensor in gradients)
+        heads = max(triton.next_power_of_2(len(self.heads)), 2)
+        learned_kernel[(mu + eta + nu + amplitude,)](
             partial,
-            _per_head(self.rems.decay),
-            _per_head(self.rems.theta),
-            self.amplitude,
-            _per_head(self.gate),
+            self.learned,
+            tuple(partial if tensor is None else tensor for tensor in gradients),
             self.heads,
             self.starts,
-            *(self.amplitude if rate is None else rate for rate in rates),
-            self.gate if dgate is None else dgate,
+            (mu, eta, nu),
+            len(self.heads),
             parts,
-            MIXED=self.is_mixed,
-            FREE=self.shape.free,
-            BLOCK=256,
-            num_warps=1,
+            max(self.residues) * parts,
+            SHAPE=self.shape,
+            HEADS=heads,
+            BLOCK=max(512 // heads, 4),
+            num_warps=4,
         )
 
     def _written(self, x: Tensor, shift: int, count: int, num_key_value_groups: int, backward: bool) -> Tensor:
@@ -299,10 +249,6 @@ def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
     """A tensor of four axes, the last one contiguous, as the kernels take it."""
     b, h, t, _ = tensor.stride()
     return tensor, b, h, t
-
-
-def _per_head(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor.stride(0)
 
 
 def _splits(programs: int, chunks: int, processors: int) -> int:

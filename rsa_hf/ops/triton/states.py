@@ -14,7 +14,18 @@ A walk is over V, or, with BACKWARD, over dOut, and then counts steps from the e
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.tables import DZ, READ, REST, TABLE_ROWS, Z, _entry, _steps_of_split
+from rsa_hf.ops.triton.tables import (
+    DILATION,
+    DZ,
+    INDEX,
+    READ,
+    REST,
+    TABLE_ROWS,
+    Z,
+    _entry,
+    _of_row,
+    _steps_of_split,
+)
 
 
 @triton.jit
@@ -32,7 +43,7 @@ def _program(columns, heads, table, document_ids, rows, num_columns, length, SHA
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d, index = tl.load(heads + 3 * head), tl.load(heads + 3 * head + 2)
+    d, index = _of_row(heads, head, DILATION), _of_row(heads, head, INDEX)
     steps = tl.cdiv(length - residue, d)
     per_split = _steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)

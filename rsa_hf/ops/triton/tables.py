@@ -22,8 +22,9 @@ class Shape:
         mixed: whether P V is mixed into attention.
         masked: whether there is a key mask.
         packed: whether there are documents.
-        free: whether amplitudes are given.
         halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
+        free: whether amplitudes are learned.
+        scale: of what is learned (`Layout`).
     """
 
     head_size: int
@@ -37,8 +38,9 @@ class Shape:
     mixed: bool
     masked: bool
     packed: bool
-    free: bool
     halves: bool
+    free: bool
+    scale: float
 
 
 # Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, c z^k with the amplitude c,
@@ -47,21 +49,24 @@ Z, DZ, READ, REST = (tl.constexpr(row) for row in (0, 2, 4, 6))
 TABLE_ROWS = tl.constexpr(8)
 
 
+# Columns of `heads`, [R, 7] int32: `HeadRow` of problem.py.
+INDEX, KIND, DILATION, GATE, RATE, REAL, IMAGINARY = (tl.constexpr(column) for column in range(7))
+COLUMNS = tl.constexpr(7)
+
+
 @triton.jit
-def powers_kernel(decay, theta, amplitude, heads, table, length, SHAPE: tl.constexpr):
-    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [H, 8, powers] float32.
+def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
+    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [R, 8, powers] float32.
 
     Where:
-        decay, theta: (pointer, stride).
-        amplitude: real and imaginary part of c of each head, [H, 2]; not read unless SHAPE.free.
-        heads: dilation, kind and index of each head, [H, 3].
+        learned: mu, eta, nu, theta and amplitude, contiguous; those that no head reads may be anything.
+        heads: `Layout.numbers`, [R, 7].
     """
     head = tl.program_id(0)
-    d = tl.load(heads + 3 * head)
-    rho = _load_of_head(decay, head).to(tl.float64)
-    angle = _load_of_head(theta, head).to(tl.float64)
+    d = _of_row(heads, head, DILATION)
+    rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
     z, z_imaginary = rho * tl.cos(angle), rho * tl.sin(angle)
-    c, c_imaginary = _amplitude_of_head(amplitude, heads, head, z, z_imaginary, SHAPE.free)
+    c, c_imaginary = _amplitudes(learned, heads, head, z, z_imaginary, SHAPE)
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
@@ -94,25 +99,76 @@ def _store_complex(into, row: tl.constexpr, real, imaginary, SHAPE: tl.constexpr
     tl.store(into + (row + 1) * SHAPE.powers, imaginary.to(tl.float32))
 
 
-@triton.jit
-def _load_of_head(numbers, head):
-    """The number of a head, from (pointer, stride)."""
-    pointer, stride = numbers
-    return tl.load(pointer + head * stride)
+# --- from what is learned to gates, rates and amplitudes of heads, in float64, with derivatives ---------------------
 
 
 @triton.jit
-def _amplitude_of_head(amplitude, heads, head, z, z_imaginary, FREE: tl.constexpr):
-    """Real and imaginary part of c in float64: given, or the paper's, z, of sin heads −i z."""
-    if FREE:
-        real, imaginary = (
-            tl.load(amplitude + 2 * head).to(tl.float64),
-            tl.load(amplitude + 2 * head + 1).to(tl.float64),
-        )
+def _of_row(heads, head, COLUMN: tl.constexpr):
+    return tl.load(heads + COLUMNS * head + COLUMN)
+
+
+@triton.jit
+def _sigmoid(x, SHAPE: tl.constexpr):
+    """sigmoid(scale · x) and its derivative; x itself if there is no scale."""
+    y, slope = x, tl.full(x.shape, 1.0, tl.float64)
+    if SHAPE.scale != 0:
+        scale = tl.full(x.shape, SHAPE.scale, tl.float64)
+        y = 1.0 / (1.0 + tl.exp(-scale * x))
+        slope = scale * y * (1.0 - y)
+    return y, slope
+
+
+@triton.jit
+def _tanh(x, SHAPE: tl.constexpr):
+    """tanh(scale · x) and its derivative; x itself if there is no scale."""
+    y, slope = x, tl.full(x.shape, 1.0, tl.float64)
+    if SHAPE.scale != 0:
+        scale = tl.full(x.shape, SHAPE.scale, tl.float64)
+        y = 2.0 / (1.0 + tl.exp(-2.0 * scale * x)) - 1.0
+        slope = scale * (1.0 - y * y)
+    return y, slope
+
+
+@triton.jit
+def _gates(learned, heads, head, SHAPE: tl.constexpr):
+    """G of heads, and ∂g/∂mu; only if P V is mixed."""
+    mu, _eta, _nu, _theta, _amplitude = learned
+    return _sigmoid(tl.load(mu + _of_row(heads, head, GATE)).to(tl.float64), SHAPE)
+
+
+@triton.jit
+def _rates(learned, heads, head, SHAPE: tl.constexpr):
+    """Decay of heads, ∂decay/∂eta or /∂nu, their angle, and its derivative."""
+    _mu, eta, nu, theta, _amplitude = learned
+    place, is_regular = _of_row(heads, head, RATE), _of_row(heads, head, KIND) == 0
+    turns = is_regular == 0
+    lam, lam_slope = _tanh(tl.load(eta + place, mask=is_regular, other=0.0).to(tl.float64), SHAPE)
+    gamma, gamma_slope = _sigmoid(tl.load(nu + place, mask=turns, other=0.0).to(tl.float64), SHAPE)
+    angle = tl.load(theta + place, mask=turns, other=0.0).to(tl.float64)
+    turn = tl.full(angle.shape, 1.0 if SHAPE.scale == 0 else SHAPE.scale, tl.float64)
+    rho, slope = tl.where(is_regular, lam, gamma), tl.where(is_regular, lam_slope, gamma_slope)
+    if SHAPE.mixed and SHAPE.scale != 0:  # behind a closed gate P V must not overflow either: 0 · inf would be NaN
+        gate, _gate_slope = _gates(learned, heads, head, SHAPE)
+        is_shut = gate.to(tl.float32) == 0.0
+        rho, slope = tl.where(is_shut, 0.0, rho), tl.where(is_shut, 0.0, slope)
+    return rho, slope, turn * angle, turn
+
+
+@triton.jit
+def _amplitudes(learned, heads, head, z, z_imaginary, SHAPE: tl.constexpr):
+    """Real and imaginary part of c of heads: given, or the paper's, z, of sin heads −i z."""
+    if SHAPE.free:
+        _mu, _eta, _nu, _theta, amplitude = learned
+        place, imaginary_place = _of_row(heads, head, REAL), _of_row(heads, head, IMAGINARY)
+        real = tl.load(amplitude + place).to(tl.float64)
+        imaginary = tl.load(amplitude + imaginary_place, mask=imaginary_place >= 0, other=0.0).to(tl.float64)
     else:
-        is_sin = tl.load(heads + 3 * head + 1) == 2
+        is_sin = _of_row(heads, head, KIND) == 2
         real, imaginary = tl.where(is_sin, z_imaginary, z), tl.where(is_sin, -z, z_imaginary)
     return real, imaginary
+
+
+# --- readers of the table -------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -1,0 +1,152 @@
+"""`Problem`: what a layer of RSA heads computes, from its learned numbers to the mixed output, as one operation.
+
+Notation: batch B, heads of the layer H, RSA heads R, value heads Hv, queries T, keys S, head size D.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.rem import KINDS, Rems, constant, decay_rates, widest_dtype
+
+NONE = -1  # no place
+
+
+class HeadRow(NamedTuple):
+    """An RSA head, and where its numbers stand among the learned ones."""
+
+    head: int  # its index among the heads of the layer
+    kind: int  # in KINDS
+    dilation: int
+    gate: int  # place in `mu`
+    rate: int  # place in `eta`; of a cyclical head in `nu` and in `theta`
+    real: int = NONE  # place in `amplitude`; NONE: the paper's amplitude
+    imaginary: int = NONE  # place in `amplitude`; NONE: 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The RSA heads of a layer, ascending.
+
+    Attributes:
+        rows: the heads.
+        scale: `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ
+            themselves.
+    """
+
+    rows: tuple[HeadRow, ...]
+    scale: float
+
+    # The cached ones are not for graphs, which cannot take the lock.
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Index of each RSA head among the heads of the layer."""
+        return tuple(row.head for row in self.rows)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """All rows, one after the other."""
+        return tuple(itertools.chain.from_iterable(self.rows))
+
+    def of_run(self, run: range) -> Layout:
+        """The RSA heads in a run of the layer's heads, with indices in the run."""
+        rows = (row._replace(head=row.head - run.start) for row in self.rows if row.head in run)
+        return Layout(tuple(rows), self.scale)
+
+    @staticmethod
+    def from_numbers(numbers: Sequence[int], scale: float) -> Layout:
+        """The layout whose `numbers` are given."""
+        width = len(HeadRow._fields)
+        return Layout(tuple(HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width)), scale)
+
+
+class Learned(NamedTuple):
+    """The learned numbers of a layer, one-dimensional each, and None where no head has any (`rsa_hf/layer.py`)."""
+
+    mu: Tensor | None
+    eta: Tensor | None
+    nu: Tensor | None
+    theta: Tensor | None
+    amplitude: Tensor | None
+
+
+class Problem(NamedTuple):
+    """P V of a layer's RSA heads, [B, R, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H, D].
+
+    Attributes:
+        value: V, [B, Hv, S, D].
+        attention: output of softmax attention to mix P V into, [B, T, H, D], or None.
+        learned: the learned numbers; `mu` is None without `attention`.
+        layout: the RSA heads.
+        num_key_value_groups: number of heads per value head; head h reads value head h // num_key_value_groups.
+        mask: which keys each query sees.
+    """
+
+    value: Tensor
+    attention: Tensor | None
+    learned: Learned
+    layout: Layout
+    num_key_value_groups: int
+    mask: AttentionMask
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the operation is differentiated by."""
+        return (self.value, self.attention, *self.learned)
+
+
+def from_rems(
+    value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
+) -> Problem:
+    """The problem of REMs and gates that are given themselves; gates have the shape (R,)."""
+    rows = tuple(
+        HeadRow(head, KINDS.index(kind), d, i, i, *((NONE, NONE) if rems.amplitude is None else (2 * i, 2 * i + 1)))
+        for i, (head, kind, d) in enumerate(zip(rems.heads, rems.kinds, rems.dilation, strict=True))
+    )
+    amplitude = None if rems.amplitude is None else rems.amplitude.flatten()
+    learned = Learned(gate, rems.decay, rems.decay, rems.theta, amplitude)
+    return Problem(value, attention, learned, Layout(rows, 0.0), rems.num_key_value_groups, mask)
+
+
+def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -> tuple[Rems, Tensor | None]:
+    """The REMs and the gate of each head, (R,), in ordinary operations, in float64 where the device has it.
+
+    float32 is too coarse near ±1: distinct parameters would give one rate, and 1 − λ² no gradient for η. Compiled code
+    computes the same from a `Problem`.
+    """
+    rows, scale = layout.rows, layout.scale
+    some = next(tensor for tensor in (learned.eta, learned.nu) if tensor is not None)
+    device, dtype = some.device, widest_dtype(some.device)
+
+    def number(learned: Tensor | None) -> Tensor:
+        wide = some.new_empty(0, dtype=dtype) if learned is None else learned.to(dtype)
+        return wide * scale if scale else wide
+
+    lam, gamma = number(learned.eta), number(learned.nu)
+    if scale:
+        lam, gamma = decay_rates(lam, gamma)
+    regular = KINDS.index("regular")
+    places = constant(tuple(row.rate + (row.kind != regular) * len(lam) for row in rows), device)
+    decay = torch.cat([lam, gamma]).index_select(0, places)
+    theta = torch.cat([torch.zeros_like(lam), number(learned.theta)]).index_select(0, places)
+    gate = amplitude = None
+    if learned.mu is not None:
+        gates = torch.sigmoid(number(learned.mu)) if scale else number(learned.mu)
+        gate = gates.index_select(0, constant(tuple(row.gate for row in rows), device))
+        # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
+        decay = torch.where(gate.float() == 0, 0, decay) if scale else decay
+    if learned.amplitude is not None:
+        end = len(learned.amplitude)
+        parts = tuple(end if place == NONE else place for row in rows for place in (row.real, row.imaginary))
+        amplitude = F.pad(learned.amplitude, (0, 1)).index_select(0, constant(parts, device)).view(-1, 2)
+    kinds, dilation = tuple(KINDS[row.kind] for row in rows), tuple(row.dilation for row in rows)
+    return Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(row.head for row in rows), amplitude), gate
