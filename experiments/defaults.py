@@ -43,8 +43,8 @@ class Candidate:
     """RSA heads in cyclical pairs, with θ spread over (0, π) and gates from σ(1).
 
     Attributes:
-        form: the form of f(τ): `paper`, `amplitude` (`learned_amplitude`), or one of `experiments.forms.FORMS`.
-        lags: K, of a kernel.
+        form: the form of f(τ): `paper`, or one of `experiments.forms.FORMS`.
+        lags: K, of a kernel, or of the free lags of the paper's.
         pace: `parameter_scale`, how much faster than the weights gates and rates learn.
         rate: a learning rate of gates and rates in place of a pace, whatever that of the weights.
         share: of the heads that are RSA heads.
@@ -76,10 +76,10 @@ CANDIDATES: dict[str, Candidate | None] = {
     "amplitude with a gate a head": Candidate("amplitude", gate_per_head=True),
     "amplitude on half of the heads": Candidate("amplitude", share=0.5),
     "amplitude from short memories": Candidate("amplitude", nu=-2.0),
-    "two lags and the paper's tail": Candidate("kernel and tail", 2),
-    "two lags and the paper's tail at pace 1": Candidate("kernel and tail", 2, pace=1.0),
-    "three lags and the paper's tail at pace 1": Candidate("kernel and tail", 3, pace=1.0),
-    "one lag and the paper's tail at pace 1": Candidate("kernel and tail", 1, pace=1.0),
+    "two lags and the paper's tail": Candidate(lags=2),
+    "two lags and the paper's tail at pace 1": Candidate(lags=2, pace=1.0),
+    "three lags and the paper's tail at pace 1": Candidate(lags=3, pace=1.0),
+    "one lag and the paper's tail at pace 1": Candidate(lags=1, pace=1.0),
 }
 RIVALS = ("plain", CONVOLUTION)
 RECALL, TRANSFORMER_XL = "recall", "transformer-xl"
@@ -124,7 +124,7 @@ def add_candidate(model: Any, candidate: Candidate | None, learning_rate: float)
         parameter_scale=candidate.pace if candidate.rate is None else candidate.rate / learning_rate,
         gate_per_head=candidate.gate_per_head,
         nu_init=candidate.nu,
-        learned_amplitude=candidate.form == "amplitude",
+        num_free_lags=candidate.lags if candidate.form == "paper" else 0,
     )
     patch_model(model, config)
     if candidate.form in FORMS:

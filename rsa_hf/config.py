@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
-from rsa_hf.ops.problem import NONE, HeadRow, Layout
-from rsa_hf.rem import KINDS
+from rsa_hf.ops.problem import HeadRow, Layout
+from rsa_hf.rem import FREE_LAGS, KINDS
 from rsa_hf.utils.text import brief
 
 MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise ask for all memory
 
 # The fields of `RSAConfig` that count heads, and those that go with `heads`.
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
-_WITH_HEADS = ("layers", "causal", "parameter_scale", "gate_per_head", "learned_amplitude")
+_WITH_HEADS = ("layers", "causal", "parameter_scale", "gate_per_head", "num_free_lags")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class HeadConfig:
         dilation: d, a whole number ≥ 1.
         pair: cyclical heads of a layer with the same number share (ν, θ), which start as the first of them says.
             None: the head has its own. Not read for regular heads.
-        amplitude: initial c as (real, imaginary part), in a config with `learned_amplitude`; a regular head has no
-            imaginary part. None: the paper's, z, of sin heads −i z.
+        free_lags: where the weights of the first steps start, in a config with `num_free_lags`. None: at the paper's.
 
     Raises:
         TypeError, ValueError: a field has a type or a value that is not allowed.
@@ -55,12 +54,10 @@ class HeadConfig:
     theta: float = 0.0
     dilation: int = 1
     pair: int | None = None
-    amplitude: tuple[float, float] | None = None
+    free_lags: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.amplitude is not None and (len(self.amplitude) != 2 or (self.kind == "regular" and self.amplitude[1])):
-            _refuse("amplitude", self.amplitude, f"(real, imaginary part), for a {self.kind} head,")
         if self.kind not in KINDS:
             _refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
         low = -1 if self.kind == "regular" else 0
@@ -83,16 +80,15 @@ class LayerSpec:
     rates: tuple[int, ...]  # place of each one's rate in the list of all η, then all ν; a pair has one place
     gate_per_head: bool
     parameter_scale: float
-    learned_amplitude: bool
+    num_free_lags: int
     causal: bool | None
-    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the real part of c of each head,
-    # then the imaginary part of the cyclical ones. They are not compared: a model and its saved copy have the same
-    # heads wherever they started.
+    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the free lags of each head. They
+    # are not compared: a model and its saved copy have the same heads wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)
     theta: tuple[float, ...] = field(compare=False)
-    amplitude: tuple[float, ...] = field(compare=False)
+    free_lags: tuple[float, ...] = field(compare=False)
 
     @property
     def num_rsa_heads(self) -> int:
@@ -102,14 +98,11 @@ class LayerSpec:
     @cached_property  # asked for in each forward
     def layout(self) -> Layout:
         """Where each head stands, and its numbers among the parameters."""
-        rows, imaginary = [], itertools.count(self.num_rsa_heads)
+        rows = []
         for i, (head, kind, dilation) in enumerate(zip(self.heads, self.kinds, self.dilations, strict=True)):
             rate = self.rates[i] - (len(self.eta) if kind != "regular" else 0)
-            row = HeadRow(head, KINDS.index(kind), dilation, i if self.gate_per_head else 0, rate)
-            if self.learned_amplitude:
-                row = row._replace(real=i, imaginary=NONE if kind == "regular" else next(imaginary))
-            rows.append(row)
-        return Layout(tuple(rows), self.parameter_scale)
+            rows.append(HeadRow(head, KINDS.index(kind), dilation, i if self.gate_per_head else 0, rate, i))
+        return Layout(tuple(rows), self.parameter_scale, self.num_free_lags)
 
 
 @dataclass(frozen=True)
@@ -145,9 +138,9 @@ class RSAConfig:
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. 1 stores the plain values: 1,000 steps of Adam
             at 5e-5 then move a gate's μ by about 0.05.
-        learned_amplitude: each head also learns the amplitude c of f(τ) = Re(c z^(τ/d − 1)), z = λ or γ e^{iθ}: how
-            much of the last token it passes on, however fast the rest decays (an extension). c starts as in the paper,
-            where it is z, of sin heads −i z; it is real for regular heads, and learns as fast as the weights.
+        num_free_lags: K, the number of first steps whose weights are free (an extension): f(kd) for k = 1 … K is a
+            number of its own for each head, which starts as in the paper and learns as fast as the weights. In the
+            paper a head whose memory is short is weak too: f(1) is λ or γ cos θ.
         heads: the RSA heads by name, as `HeadConfig` or mappings, in place of the counts and what goes with them.
             `layers` are the layers that they name. No heads, `()`, leaves a model plain.
 
@@ -167,7 +160,7 @@ class RSAConfig:
     layers: tuple[int, ...] | None = None
     causal: bool | tuple[bool, ...] | None = None
     parameter_scale: float = 20.0
-    learned_amplitude: bool = False
+    num_free_lags: int = 0
     heads: tuple[HeadConfig, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -189,8 +182,9 @@ class RSAConfig:
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers not in (None, layers):
             _refuse("layers", self.layers, f"None, or the layers of the heads, {list(layers)},")
-        if not self.learned_amplitude and any(head.amplitude is not None for head in heads):
-            raise ValueError("heads: amplitude is given, so learned_amplitude=True is needed.")
+        for head in heads:
+            if head.free_lags is not None and len(head.free_lags) != self.num_free_lags:
+                _refuse("free_lags", head.free_lags, f"None, or {self.num_free_lags} numbers, as num_free_lags says,")
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "layers", layers)
 
@@ -219,8 +213,8 @@ class RSAConfig:
         """The fields that apply as plain lists, numbers and booleans; `from_dict` reads them back."""
         names = [each.name for each in fields(self) if each.name != "heads"] if self.heads is None else _WITH_HEADS
         values = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
-        if not self.learned_amplitude:
-            del values["learned_amplitude"]  # which earlier versions do not know
+        if not self.num_free_lags:
+            del values["num_free_lags"]  # which earlier versions do not know
         if self.heads is not None:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
@@ -315,27 +309,25 @@ class RSAConfig:
             rates=tuple(places[head.rate] for head in heads),
             gate_per_head=bool(self.gate_per_head),
             parameter_scale=self.parameter_scale,
-            learned_amplitude=self.learned_amplitude,
+            num_free_lags=self.num_free_lags,
             causal=None,
             mu=tuple(_logit(head.gate) for head in (heads if self.gate_per_head else heads[:1])),
             eta=tuple(math.atanh(head.decay) for head in regular),
             nu=tuple(_logit(head.decay) for head in cyclical.values()),
             theta=tuple(head.theta for head in cyclical.values()),
-            amplitude=(
-                *(_amplitude(head, cyclical.get(head.rate, head)).real for head in heads),
-                *(_amplitude(head, cyclical[head.rate]).imag for head in turning),
-            )
-            if self.learned_amplitude
-            else (),
+            free_lags=tuple(
+                weight
+                for head in heads
+                for weight in head.free_lags or _first_weights(head, cyclical.get(head.rate, head), self.num_free_lags)
+            ),
         )
 
 
-def _amplitude(head: HeadConfig, of_rate: HeadConfig) -> complex:
-    """Where c of a head starts, whose rate starts as that of another head."""
-    if head.amplitude is not None:
-        return complex(*head.amplitude)
+def _first_weights(head: HeadConfig, of_rate: HeadConfig, count: int) -> list[float]:
+    """The paper's weights of the first steps of a head whose rate starts as that of another head."""
     z = cmath.rect(of_rate.decay, of_rate.theta if head.kind != "regular" else 0)
-    return -1j * z if head.kind == "sin" else z
+    powers = [z**k for k in range(1, count + 1)]
+    return [power.imag if head.kind == "sin" else power.real for power in powers]
 
 
 def _between(value: float | tuple[float, float], fraction: float) -> float:
@@ -358,17 +350,18 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(COUNTS, (int, 0, MAX_HEADS)),
     **dict.fromkeys(("layers", "layer", "head", "pair"), (int, 0, MAX_HEADS - 1)),
     "num_heads": (int, 1, MAX_HEADS),
+    "num_free_lags": (int, 0, FREE_LAGS[-1]),
     "dilation": (int, 1, 65_536),
-    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta", "amplitude"), (float, -1e6, 1e6)),
+    **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta", "free_lags"), (float, -1e6, 1e6)),
     "parameter_scale": (float, 1e-6, 1e6),
     "decay": (float, -1, 1),
     "gate": (float, 0, 1),
-    **dict.fromkeys(("gate_per_head", "causal", "learned_amplitude"), (bool, False, True)),
+    **dict.fromkeys(("gate_per_head", "causal"), (bool, False, True)),
 }
 _TYPES = {int: "a whole number from {:g} to {:g}", float: "a number from {:g} to {:g}", bool: "True or False"}
 # Fields that may be lists.
 _LISTS: dict[type, tuple[str, ...]] = {
-    HeadConfig: ("amplitude",),
+    HeadConfig: ("free_lags",),
     RSAConfig: ("dilation", "nu_init", "theta_init", "layers", "causal"),
 }
 

@@ -29,7 +29,7 @@ from rsa_hf.rem import Rems, decay_rates, is_transformed
 
 logger = logging.get_logger(__name__)
 
-PARAMETERS = ("mu", "eta", "nu", "theta", "amplitude")
+PARAMETERS = ("mu", "eta", "nu", "theta", "free_lags")
 
 
 class RSAHeads(nn.Module):
@@ -41,7 +41,7 @@ class RSAHeads(nn.Module):
     * `mu`: (1,), or (R,) with one gate per head; g = sigmoid μ.
     * `eta`: one per regular head; λ = tanh η.
     * `nu`, `theta`: one per cyclical head, or per pair where pairs are tied; γ = sigmoid ν, θ in radians.
-    * `amplitude`: if it is learned, the real part of c of each RSA head, then the imaginary part of the cyclical ones.
+    * `free_lags`: f(kd) for the steps k = 1 … K of the first RSA head, then of the second, and so on.
 
     A parameter is None if the spec has no heads for it.
 
@@ -56,7 +56,7 @@ class RSAHeads(nn.Module):
     eta: nn.Parameter | None
     nu: nn.Parameter | None
     theta: nn.Parameter | None
-    amplitude: nn.Parameter | None
+    free_lags: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
     model_config: Any = None  # of the model, if there is a row
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
@@ -80,7 +80,7 @@ class RSAHeads(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
-                parameter.copy_(start if name == "amplitude" else start / self.spec.parameter_scale)
+                parameter.copy_(start if name == "free_lags" else start / self.spec.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`.
@@ -173,7 +173,7 @@ class RSAHeads(nn.Module):
     @property
     def learned(self) -> Learned:
         """The parameters, as `ops` takes them."""
-        return Learned(self.mu, self.eta, self.nu, self.theta, self.amplitude)
+        return Learned(self.mu, self.eta, self.nu, self.theta, self.free_lags)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the

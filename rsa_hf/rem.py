@@ -20,7 +20,8 @@ A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not 
 `dilation`. `ops/` computes P V without P, in linear time.
 
 All of them are f(τ) = Re(c z^{k−1}) at the steps k = τ/d = 1, 2, …, with a complex rate z = λ or γ e^{iθ} and an
-amplitude c, the weight of the first step: c = z for regular and cos heads, c = −i z for sin heads.
+amplitude c = z, of sin heads c = −i z. As an extension, the weights of the first K steps may be free: f(τ) is
+then a number of its own for k = 1 … K.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 KINDS = ("regular", "cos", "sin")
+FREE_LAGS = range(1, 9)  # how many there may be
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
 class Rems:
-    """The REMs of H heads: f(τ) = Re(c z^{τ/d − 1}) where d divides τ ≥ d, else 0.
+    """The REMs of H heads.
 
     Attributes:
         kinds: `"regular"`, `"cos"` or `"sin"`, of length H.
@@ -51,7 +53,7 @@ class Rems:
         dilation: d, of length H.
         num_key_value_groups: number of heads per value head; head h reads value head h // num_key_value_groups.
         heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
-        amplitude: real and imaginary part of c, shape (H, 2); None: the paper's.
+        free_lags: f(kd) for the steps k = 1 … K, shape (H, K), in place of the paper's; None: K = 0.
     """
 
     kinds: tuple[str, ...]
@@ -60,12 +62,10 @@ class Rems:
     dilation: tuple[int, ...]
     num_key_value_groups: int
     heads: tuple[int, ...]
-    amplitude: Tensor | None = None
+    free_lags: Tensor | None = None
 
     def amplitudes(self) -> Tensor:
         """Real and imaginary part of c, shape (H, 2)."""
-        if self.amplitude is not None:
-            return self.amplitude
         sin = constant(tuple(kind == "sin" for kind in self.kinds), self.decay.device, torch.bool)
         real, imaginary = self.decay * torch.cos(self.theta), self.decay * torch.sin(self.theta)
         return torch.stack([torch.where(sin, imaginary, real), torch.where(sin, -real, imaginary)], dim=1)
@@ -77,7 +77,7 @@ def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lag_weights(
-    kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1, amplitude: Tensor | None = None
+    kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1, free_lags: Tensor | None = None
 ) -> Tensor:
     """f(τ) of one causal head: `weights_of_lags` for numbers.
 
@@ -87,14 +87,14 @@ def lag_weights(
         theta: θ in radians, shape (); not read for regular heads.
         lags: whole numbers τ, any shape.
         dilation: d ≥ 1.
-        amplitude: real and imaginary part of c, shape (2,); None: the paper's.
+        free_lags: f(kd) for the steps k = 1 … K, shape (K,), in place of the paper's.
 
     Returns:
         f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
     """
     theta = torch.zeros_like(theta) if kind == "regular" else theta
-    c = None if amplitude is None else amplitude[None]
-    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,), c)
+    free = None if free_lags is None else free_lags[None]
+    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,), free)
     return weights_of_lags(rems, lags, decay.dtype)[0]
 
 
@@ -108,7 +108,7 @@ def rem_matrix(
     key_length: int | None = None,
     query_offset: int | None = None,
     causal: bool = True,
-    amplitude: Tensor | None = None,
+    free_lags: Tensor | None = None,
 ) -> Tensor:
     """The explicit P of every head: quadratic in memory, to look at.
 
@@ -121,7 +121,7 @@ def rem_matrix(
         key_length: S; default T.
         query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
-        amplitude: real and imaginary part of c of each head, shape (H, 2); None: the paper's.
+        free_lags: f(kd) of each head for the steps k = 1 … K, shape (H, K), in place of the paper's.
 
     Returns:
         P, shape [H, T, S], where `decay` is and in its dtype; from numbers, as `torch.tensor` would make them.
@@ -137,7 +137,7 @@ def rem_matrix(
     lags = (query_offset + t)[:, None] - s[None, :]
     if not causal:
         lags = lags.abs()
-    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))), amplitude)
+    rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))), free_lags)
     return weights_of_lags(rems, lags, decay.dtype)
 
 
@@ -242,7 +242,7 @@ def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[T
     Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
 
     Args:
-        rems: the heads; their amplitudes and dilations are ignored.
+        rems: the heads; their free lags and dilations are ignored.
         exponents: k, [K] or [H, K].
         dtype: dtype of the result.
     """
@@ -272,6 +272,10 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
     real, imaginary = complex_powers(rems, torch.where(reached, steps - 1, 0), dtype)
     amplitude = rems.amplitudes().to(dtype)
     weights = torch.where(reached, amplitude[:, :1] * real - amplitude[:, 1:] * imaginary, 0)
+    if rems.free_lags is not None:
+        places = (steps.clamp(1, rems.free_lags.shape[1]) - 1).expand_as(weights)
+        is_free = reached & (steps <= rems.free_lags.shape[1])
+        weights = torch.where(is_free, rems.free_lags.to(dtype).gather(1, places), weights)
     return weights.reshape(len(weights), *lags.shape)
 
 

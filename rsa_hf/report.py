@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from rsa_hf.children import active_heads
 from rsa_hf.layer import RSAHeads
-from rsa_hf.ops.problem import NONE
 from rsa_hf.utils.text import format_table
 
 
@@ -30,7 +29,7 @@ class HeadReport:
         decay, decay_start: λ or γ.
         theta, theta_start: θ in radians; None for a regular head.
         half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
-        amplitude: real and imaginary part of c, if it is learned; None: the paper's.
+        free_lags: the weights of the first steps, where they are free.
     """
 
     head: int
@@ -43,7 +42,7 @@ class HeadReport:
     gate_start: float
     decay_start: float
     theta_start: float | None
-    amplitude: tuple[float, float] | None = None
+    free_lags: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,17 @@ class RSAReport:
     def __str__(self) -> str:
         if not self.layers:
             return "no RSA heads: the model is not patched"
-        is_learned = any(head.amplitude for layer in self.layers for head in layer.heads)
+        free = any(head.free_lags for layer in self.layers for head in layer.heads)
         rows = [["module", "head", "REM", "d", "gate", "start", "decay", "start", "theta", "start", "half-life"]]
-        rows[0] += ["amplitude"] * is_learned
+        rows[0] += ["free lags"] * free
         for layer in self.layers:
             for h in layer.heads:
                 gates = [f"{gate:.4f}" for gate in (h.gate, h.gate_start)]
                 rates = (h.decay, h.decay_start, h.theta, h.theta_start)
                 signed = ["" if rate is None else f"{rate:+.4f}" for rate in rates]
                 place = (layer.module, str(h.head), h.kind, str(h.dilation))
-                amplitude = "" if h.amplitude is None else f"{complex(*h.amplitude):+.4f}"
-                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}", *[amplitude] * is_learned])
+                lags = " ".join(f"{weight:+.4f}" for weight in h.free_lags)
+                rows.append([*place, *gates, *signed, f"{h.half_life:.1f}", *[lags] * free])
         return f"{format_table(rows)}\n{len(self.layers)} layers, {self.num_parameters} RSA parameters"
 
 
@@ -121,9 +120,9 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
         start = _effective(RSAHeads(heads.spec))
     described = zip(heads.spec.heads, heads.spec.kinds, heads.spec.dilations, strict=True)
     return [
-        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before, amplitude)
-        for (head, kind, d), now, before, amplitude in zip(
-            described, _effective(heads), start, _amplitudes(heads), strict=True
+        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before, lags)
+        for (head, kind, d), now, before, lags in zip(
+            described, _effective(heads), start, _free_lags(heads), strict=True
         )
     ]
 
@@ -136,13 +135,11 @@ def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
     return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.spec.rates, strict=True)]
 
 
-def _amplitudes(heads: RSAHeads) -> list[tuple[float, float]] | list[None]:
-    """Real and imaginary part of each head's c, where it is learned."""
-    if heads.amplitude is None:
-        return [None] * heads.spec.num_rsa_heads
-    numbers = _numbers(heads.amplitude)
-    rows = heads.spec.layout.rows
-    return [(numbers[row.real], 0.0 if row.imaginary == NONE else numbers[row.imaginary]) for row in rows]
+def _free_lags(heads: RSAHeads) -> list[tuple[float, ...]]:
+    """The free lags of each head."""
+    K, R = heads.spec.num_free_lags, heads.spec.num_rsa_heads
+    numbers = [] if heads.free_lags is None else _numbers(heads.free_lags)
+    return [tuple(numbers[K * i : K * (i + 1)]) for i in range(R)]
 
 
 def _numbers(values: torch.Tensor) -> list[float]:

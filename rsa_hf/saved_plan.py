@@ -2,7 +2,7 @@
 
 `config.rsa` is `{"format_version": 1, "modules": [names], "plan": {RSAConfig fields}}`. The names are relative to the
 base model, so that any head class loads the checkpoint. A plan that names single heads has format version 2, which
-rsa_hf 0.1 refuses; one with learned amplitudes has 3, which 0.2.0.dev refuses too. Plans of earlier versions are
+rsa_hf 0.1 refuses; one with free lags has 3, which 0.2.0.dev refuses too. Plans of earlier versions are
 converted when they are read.
 """
 
@@ -20,10 +20,10 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
-COUNTED, NAMED, AMPLITUDES = 1, 2, 3  # format versions
+COUNTED, NAMED, FREE = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
-RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|amplitude)$")  # a tensor of a checkpoint that belongs to RSA heads
+RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|free_lags)$")  # a tensor of a checkpoint that belongs to RSA heads
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 
@@ -46,7 +46,7 @@ def write_plan(plan: SavedPlan) -> dict[str, Any]:
     """The content of `config.rsa`."""
     version = COUNTED if plan.config.heads is None else NAMED
     return {
-        "format_version": AMPLITUDES if plan.config.learned_amplitude else version,
+        "format_version": FREE if plan.config.num_free_lags else version,
         "modules": list(plan.modules),
         "plan": plan.config.to_dict(),
     }
@@ -62,9 +62,9 @@ def read_plan(content: Any) -> SavedPlan:
     if not isinstance(content, Mapping):
         raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
     version = content.get("format_version")
-    if version not in (COUNTED, NAMED, AMPLITUDES):
+    if version not in (COUNTED, NAMED, FREE):
         raise ValueError(
-            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} to {AMPLITUDES}. A newer "
+            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} to {FREE}. A newer "
             "checkpoint needs a newer rsa_hf."
         )
     if set(content) != {"format_version", "modules", "plan"}:
@@ -82,10 +82,8 @@ def read_plan(content: Any) -> SavedPlan:
     plan = content["plan"]
     is_counted = version == COUNTED and isinstance(plan, Mapping)
     config = _read_counts(plan, len(modules)) if is_counted else RSAConfig.from_dict(plan)
-    if (version == AMPLITUDES) is not config.learned_amplitude:
-        raise ValueError(
-            f"config.rsa has format_version {version}, which does not fit learned_amplitude: it is damaged."
-        )
+    if (version == FREE) is not bool(config.num_free_lags):
+        raise ValueError(f"config.rsa has format_version {version}, which does not fit num_free_lags: it is damaged.")
     if version == NAMED and config.heads is None:
         raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
     layers = config.layer_specs([None] * len(modules))

@@ -188,7 +188,7 @@ class Bench:
 
     def error(self, problem: Problem, where: str) -> float:
         """The largest relative error of one problem against the explicit P in float64."""
-        given = [tensor.detach() for tensor in problem.tensors[:-1]]  # without amplitudes
+        given = [tensor.detach() for tensor in problem.tensors[:-1]]  # without free lags
         weights = torch.randn_like(problem.attention)
 
         def run(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:

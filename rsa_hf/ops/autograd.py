@@ -54,7 +54,8 @@ def solve(problem: Problem) -> Tensor:
         return result
     mask, layout = problem.mask, problem.layout
     masks = (mask.unread_mask, mask.key_mask, mask.documents, mask.visible)
-    described = ([number for row in layout.rows for number in row], layout.scale, problem.num_key_value_groups)
+    numbers = [number for row in layout.rows for number in row]
+    described = (numbers, layout.scale, layout.num_free_lags, problem.num_key_value_groups)
     sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
     output: Tensor = torch.ops.rsa_hf.recurrence(*problem.tensors, *masks, *described, *sizes)
     return output
@@ -174,25 +175,27 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 
 # --- compiled and exported ------------------------------------------------------------------------------------------
 
-_TENSORS, _MASKS, _OTHERS = 7, 4, 7  # arguments of the operator: of `Problem.tensors`, of the mask, and others
+_TENSORS, _MASKS, _OTHERS = 7, 4, 8  # arguments of the operator: of `Problem.tensors`, of the mask, and others
 _ARGUMENTS = (
-    "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? amplitude, "
+    "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? free_lags, "
     "Tensor? mask, Tensor? key_mask, Tensor? documents, Tensor? visible, int[] layout, float scale, "
-    "int num_key_value_groups, SymInt query_length, SymInt query_offset, bool causal, SymInt? sliding_window"
+    "int num_free_lags, int num_key_value_groups, SymInt query_length, SymInt query_offset, bool causal, "
+    "SymInt? sliding_window"
 )
 
 
 def _problem(*arguments: Any) -> Problem:
     """The problem from the arguments of the operator."""
     value, attention, *learned = arguments[:_TENSORS]
-    mask, key_mask, documents, visible, layout, scale, groups, *sizes = arguments[_TENSORS:]
+    mask, key_mask, documents, visible, numbers, scale, K, groups, *sizes = arguments[_TENSORS:]
     query_length, query_offset, causal, window = sizes
     S = value.shape[2]
     if mask is None:
         read = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
     else:
         read = read_mask(mask, query_length, S, causal)
-    return Problem(value, attention, Learned(*learned), Layout.from_numbers(layout, scale), groups, read)
+    layout = Layout.from_numbers(numbers, scale, K)
+    return Problem(value, attention, Learned(*learned), layout, groups, read)
 
 
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.

@@ -1,7 +1,7 @@
 """P V of one query after cached keys: a weighted sum of values, without chunks, gradients or waiting for a device.
 
 The weights f(τ) are kept from step to step, as far back as they matter: with |z| ≤ ρ, everything more than L steps
-back adds at most |c| ρ^L / (1 − ρ) times the largest value.
+back adds at most ρ^L / (1 − ρ) times the largest value.
 """
 
 from __future__ import annotations
@@ -215,13 +215,12 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
 
 def _reach(rems: Rems) -> list[int]:
     """For each head the lag beyond which everything that it reads is negligible."""
-    rates = zip(rems.decay.abs().tolist(), rems.amplitudes().norm(dim=1).tolist(), rems.dilation, strict=True)
-    return [d * _steps_that_matter(rate, amplitude) for rate, amplitude, d in rates]
+    K = 0 if rems.free_lags is None else rems.free_lags.shape[1]
+    rates = zip(rems.decay.abs().tolist(), rems.dilation, strict=True)
+    return [d * max(K, _steps_that_matter(rate)) for rate, d in rates]
 
 
-def _steps_that_matter(rate: float, amplitude: float) -> int:
+def _steps_that_matter(rate: float) -> int:
     if rate >= 1:
         return 2**62
-    if rate == 0 or amplitude == 0:
-        return 1
-    return max(1, math.ceil(math.log(NEGLIGIBLE * (1 - rate) / amplitude) / math.log(rate)))
+    return 1 if rate == 0 else max(1, math.ceil(math.log(NEGLIGIBLE * (1 - rate)) / math.log(rate)))

@@ -12,13 +12,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import KINDS, Rems, constant, decay_rates, widest_dtype
-
-NONE = -1  # no place
 
 
 class HeadRow(NamedTuple):
@@ -29,8 +26,7 @@ class HeadRow(NamedTuple):
     dilation: int
     gate: int  # place in `mu`
     rate: int  # place in `eta`; of a cyclical head in `nu` and in `theta`
-    real: int = NONE  # place in `amplitude`; NONE: the paper's amplitude
-    imaginary: int = NONE  # place in `amplitude`; NONE: 0
+    lags: int  # which K numbers of `free_lags`
 
 
 @dataclass(frozen=True)
@@ -41,10 +37,12 @@ class Layout:
         rows: the heads.
         scale: `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ
             themselves.
+        num_free_lags: K, of each head.
     """
 
     rows: tuple[HeadRow, ...]
     scale: float
+    num_free_lags: int = 0
 
     # The cached ones are not for graphs, which cannot take the lock.
     @cached_property
@@ -60,13 +58,14 @@ class Layout:
     def of_run(self, run: range) -> Layout:
         """The RSA heads in a run of the layer's heads, with indices in the run."""
         rows = (row._replace(head=row.head - run.start) for row in self.rows if row.head in run)
-        return Layout(tuple(rows), self.scale)
+        return Layout(tuple(rows), self.scale, self.num_free_lags)
 
     @staticmethod
-    def from_numbers(numbers: Sequence[int], scale: float) -> Layout:
+    def from_numbers(numbers: Sequence[int], scale: float, num_free_lags: int) -> Layout:
         """The layout whose `numbers` are given."""
         width = len(HeadRow._fields)
-        return Layout(tuple(HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width)), scale)
+        rows = (HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width))
+        return Layout(tuple(rows), scale, num_free_lags)
 
 
 class Learned(NamedTuple):
@@ -76,7 +75,7 @@ class Learned(NamedTuple):
     eta: Tensor | None
     nu: Tensor | None
     theta: Tensor | None
-    amplitude: Tensor | None
+    free_lags: Tensor | None
 
 
 class Problem(NamedTuple):
@@ -109,12 +108,13 @@ def from_rems(
 ) -> Problem:
     """The problem of REMs and gates that are given themselves; gates have the shape (R,)."""
     rows = tuple(
-        HeadRow(head, KINDS.index(kind), d, i, i, *((NONE, NONE) if rems.amplitude is None else (2 * i, 2 * i + 1)))
+        HeadRow(head, KINDS.index(kind), d, i, i, i)
         for i, (head, kind, d) in enumerate(zip(rems.heads, rems.kinds, rems.dilation, strict=True))
     )
-    amplitude = None if rems.amplitude is None else rems.amplitude.flatten()
-    learned = Learned(gate, rems.decay, rems.decay, rems.theta, amplitude)
-    return Problem(value, attention, learned, Layout(rows, 0.0), rems.num_key_value_groups, mask)
+    K = 0 if rems.free_lags is None else rems.free_lags.shape[1]
+    free_lags = None if rems.free_lags is None else rems.free_lags.flatten()
+    learned = Learned(gate, rems.decay, rems.decay, rems.theta, free_lags)
+    return Problem(value, attention, learned, Layout(rows, 0.0, K), rems.num_key_value_groups, mask)
 
 
 def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -> tuple[Rems, Tensor | None]:
@@ -138,15 +138,14 @@ def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -
     places = constant(tuple(row.rate + (row.kind != regular) * len(lam) for row in rows), device)
     decay = torch.cat([lam, gamma]).index_select(0, places)
     theta = torch.cat([torch.zeros_like(lam), number(learned.theta)]).index_select(0, places)
-    gate = amplitude = None
+    gate = free_lags = None
     if learned.mu is not None:
         gates = torch.sigmoid(number(learned.mu)) if scale else number(learned.mu)
         gate = gates.index_select(0, constant(tuple(row.gate for row in rows), device))
         # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay) if scale else decay
-    if learned.amplitude is not None:
-        end = len(learned.amplitude)
-        parts = tuple(end if place == NONE else place for row in rows for place in (row.real, row.imaginary))
-        amplitude = F.pad(learned.amplitude, (0, 1)).index_select(0, constant(parts, device)).view(-1, 2)
+    if learned.free_lags is not None:
+        of_heads = learned.free_lags.view(-1, layout.num_free_lags)
+        free_lags = of_heads.index_select(0, constant(tuple(row.lags for row in rows), device))
     kinds, dilation = tuple(KINDS[row.kind] for row in rows), tuple(row.dilation for row in rows)
-    return Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(row.head for row in rows), amplitude), gate
+    return Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(row.head for row in rows), free_lags), gate

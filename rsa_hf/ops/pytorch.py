@@ -12,6 +12,8 @@ In a sliding window of w steps, a query sees the chunks 1 … q − 1 before its
 a window too; of the chunks q and q + 1 it sees a part, so these are multiplied with f as its own chunk is. Nothing is
 subtracted, so nothing cancels, however slow the decay.
 
+Free lags differ from the paper's weights by as many numbers; these times V, shifted by as many steps, are added.
+
 A head dilated by d is its base head on d interleaved sub-sequences. Axes: batch B, heads h of one dilation, residues
 d, chunks N, rows (steps C, or 2C for states), channels D.
 
@@ -33,7 +35,7 @@ from rsa_hf.rem import (
     complex_powers,
     constant,
     kept_constants,
-    put_heads,
+    mix,
     take_heads,
     weights_of_lags,
     working_dtype,
@@ -53,13 +55,8 @@ def product_in_pytorch(
     value = value.to(working_dtype(value))
     is_arbitrary = mask.visible is not None or mask.unread_mask is not None
     compute = _dense if is_arbitrary or mask.has_few_queries or value.numel() == 0 else _chunked
-    if attention is None or gate is None:
-        return compute(value, rems, mask)
-    gated = replace(rems, amplitude=rems.amplitudes() * gate[:, None])
-    product = compute(value, gated, mask).transpose(1, 2)  # g P V
-    softmax = take_heads(attention, rems.heads, dim=2).to(product.dtype)
-    mixed = softmax * (1 - gate)[:, None].to(product.dtype) + product  # laid out as attention: models take views of it
-    return put_heads(attention, mixed.to(attention.dtype), rems.heads)
+    product = compute(value, rems, mask)
+    return product if attention is None or gate is None else mix(attention, product, gate, rems.heads)
 
 
 def _keys(value: Tensor, rems: Rems) -> Tensor:
@@ -87,13 +84,14 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     value = value[:, :, :seen]
     if mask.key_mask is not None:
         value = torch.where(mask.key_mask[:, None, :seen, None], value, 0)  # not · 0: padding may hold NaN
-    products, amplitude = [], rems.amplitudes()
+    products = []
     for d in sorted(set(rems.dilation)):
         places = tuple(h for h, dilation in enumerate(rems.dilation) if dilation == d)
-        decay, theta, c = (take_heads(rate, places, dim=0) for rate in (rems.decay, rems.theta, amplitude))
+        decay, theta = (take_heads(rate, places, dim=0) for rate in (rems.decay, rems.theta))
+        free_lags = None if rems.free_lags is None else take_heads(rems.free_lags, places, dim=0)
         kinds, heads = tuple(rems.kinds[h] for h in places), tuple(rems.heads[h] for h in places)
         one = (1,) * len(places)  # dilation, in the steps of a sub-sequence
-        of_d = Rems(kinds, decay, theta, one, rems.num_key_value_groups, heads, c)
+        of_d = Rems(kinds, decay, theta, one, rems.num_key_value_groups, heads, free_lags)
         ids = (
             None
             if mask.documents is None
@@ -103,6 +101,8 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
         x = _interleaved(_keys(value, of_d), d, 0)[..., None, :]
         sides = (1,) if mask.causal else (1, -1)
         product = _product(x, of_d, 1, sides, window, ids)
+        if free_lags is not None:
+            product = product + _free_part(x, of_d, sides, window, ids)
         products.append(product.squeeze(4).transpose(2, 3).flatten(2, 3)[:, :, :seen])
     product = products[0]
     if len(products) > 1:
@@ -110,6 +110,24 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
         back = constant(tuple(map(order.index, range(len(order)))), value.device)
         product = torch.cat(products, 1).index_select(1, back)
     return product[:, :, mask.query_offset : mask.query_offset + mask.query_length]
+
+
+def _free_part(
+    x: Tensor, rems: Rems, sides: tuple[int, ...], window: int | None, ids: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """What free lags add to `_product`, of values; see there."""
+    assert rems.free_lags is not None
+    steps = torch.arange(1, rems.free_lags.shape[1] + 1, device=x.device)
+    added = rems.free_lags.to(x.dtype) - weights_of_lags(replace(rems, free_lags=None), steps, x.dtype)
+    parts = []
+    for k in range(1, min(len(steps), x.shape[3] - 1, (window or x.shape[3]) - 1) + 1):
+        for side in sides:
+            shifted = _shift(x, side * k, 0)
+            if ids is not None:
+                same = ids[0] == _shift(ids[1], side * k, -2)
+                shifted = torch.where(same[..., None, None], shifted, 0)
+            parts.append(added[:, k - 1, None, None, None, None] * shifted)
+    return sum(parts, torch.zeros_like(x))
 
 
 def _interleaved(x: Tensor, d: int, fill: int) -> Tensor:

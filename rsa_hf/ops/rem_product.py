@@ -9,7 +9,7 @@ from torch import Tensor
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.problem import from_rems
-from rsa_hf.rem import Rems, head_tensors
+from rsa_hf.rem import FREE_LAGS, Rems, head_tensors
 
 
 def rem_product(
@@ -27,7 +27,7 @@ def rem_product(
     documents: Tensor | None = None,
     sliding_window: int | None = None,
     visible: Tensor | None = None,
-    amplitude: Tensor | None = None,
+    free_lags: Tensor | None = None,
 ) -> Tensor:
     """P V for every head, the recurrent half of paper eq. 4.
 
@@ -50,8 +50,7 @@ def rem_product(
             ahead.
         visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
             costs O(T·S).
-        amplitude: real and imaginary part of c of each head, f(τ) = Re(c z^{τ/d − 1}), shape (H, 2); None: the
-            paper's.
+        free_lags: f(kd) of each head for the steps k = 1 … K, shape (H, K), in place of the paper's.
 
     Returns:
         P V, [B, H, T, D], in the dtype of the computation: float64 for float64 values, else float32.
@@ -74,10 +73,11 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    if amplitude is not None and amplitude.shape != (H, 2):
-        raise ValueError(f"amplitude has shape {tuple(amplitude.shape)}: [{H}, 2] is needed.")
-    c = None if amplitude is None else amplitude.to(decay)
-    rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), c)
+    if free_lags is not None and free_lags.shape not in [(H, K) for K in FREE_LAGS]:
+        allowed = f"[{H}, K] with K from {FREE_LAGS[0]} to {FREE_LAGS[-1]}"
+        raise ValueError(f"free_lags has shape {tuple(free_lags.shape)}: {allowed} is needed.")
+    free = None if free_lags is None else free_lags.to(decay)
+    rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), free)
     packed = None if documents is None else document_index(documents)
     # Copies, because the backward pass needs the masks as they are now.
     key_mask = None if key_mask is None else key_mask != 0

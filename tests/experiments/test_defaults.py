@@ -55,7 +55,7 @@ def test_a_candidate_is_what_it_says(arm):
     for heads in layers:
         R = round(4 * candidate.share)
         assert getattr(heads, "form", candidate.form) == candidate.form and len(heads.spec.heads) == R
-        assert isinstance(heads, FormHeads) == (candidate.form not in ("paper", "amplitude"))
-        assert heads.spec.learned_amplitude == (candidate.form == "amplitude")
+        assert isinstance(heads, FormHeads) == (candidate.form != "paper")
+        assert heads.spec.num_free_lags == (candidate.lags if candidate.form == "paper" else 0)
         assert len(heads.mu) == (R if candidate.gate_per_head else 1)
         assert heads.spec.parameter_scale == (5 if candidate.rate == 0.01 else candidate.pace)

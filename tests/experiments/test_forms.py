@@ -23,14 +23,13 @@ def heads():
 
 def f(heads, h, lag):
     """The weight of a lag ≥ 1 in head h, in Python's own complex numbers."""
-    if heads.form.startswith("kernel") and lag <= LAGS:
-        return float(heads.kernel[h, lag - 1])
     if heads.form in ("kernel", "nothing"):
-        return 0.0
+        return float(heads.kernel[h, lag - 1]) if heads.form == "kernel" and lag <= LAGS else 0.0
     rems, _ = heads.rems_and_gate()
     z = cmath.rect(*(float(rate[h]) for rate in (rems.decay, rems.theta)))
-    c = 1 if heads.form == "unit lag" else z
-    return ((-1j if heads.spec.kinds[h] == "sin" else 1) * c * z ** (lag - 1)).real
+    unit = -1j if heads.spec.kinds[h] == "sin" else 1
+    c = unit if heads.form == "unit lag" else complex(*heads.amplitude[h].tolist())
+    return (c * z ** (lag - 1)).real
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -29,7 +29,7 @@ LEARNED = ("learned", "dlearned")  # five pointers
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
 MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
 SIZES = {"forward": 8, "backward": 8, "splits": 6}
-BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "free": False, "splits": 1, "scale": 20.0}
+BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "lags": 0, "splits": 1, "scale": 20.0}
 
 
 def variants():
@@ -42,17 +42,17 @@ def variants():
     for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
         flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
-        flags |= {"packed": {"packed": True}, "documented": {"splits": 8}}
-        flags |= {"everything": {"causal": False, "masked": True, "packed": True, "splits": 8}}
+        flags |= {"packed": {"packed": True}, "free_lags": {"lags": 3}, "documented": {"splits": 8}}
+        flags |= {"everything": {"causal": False, "masked": True, "packed": True, "splits": 8, "lags": 3}}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
         yield f"forward_head_{head_size}", "forward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
         yield f"backward_head_{head_size}", "backward", torch.bfloat16, Tuning(64, block, 4, 2), head_size, BARE
-    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE | {"free": True}
-    for free in (False, True):
+    yield "powers", "powers", torch.float32, Tuning(64, 64, 1, 1), 64, BARE | {"lags": 3}
+    for lags in (0, 3):
         tuning = Tuning(64, 256, 1, 1)
-        yield f"learned_{'free' if free else 'paper'}", "learned", torch.float32, tuning, 64, BARE | {"free": free}
+        yield f"learned_{lags}", "learned", torch.float32, tuning, 64, BARE | {"lags": lags}
 
 
 def compiled(kernel, dtype, tuning, head_size, flags):

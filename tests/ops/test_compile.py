@@ -84,11 +84,11 @@ def test_the_operator_passes_the_checks_of_torch_library(mixed):
     # They cover the schema, fake tensors, the autograd registration and AOT dispatch.
     value, decay, theta = draw(40, dtype=torch.float32)
     decay, theta = (tensor.detach().float().requires_grad_() for tensor in (decay, theta))
-    amplitude = torch.randn(12, requires_grad=True)
+    free_lags = torch.randn(12, requires_grad=True)
     attention = torch.randn(2, 40, 8, 3, requires_grad=True) if mixed else None
     gate = torch.rand(6).requires_grad_() if mixed else None
     masks = (None, torch.arange(40)[None] >= torch.tensor([[5], [0]]), None, None)
-    rows = [(i, ALL_KINDS.index(KINDS[i]), DILATION[i], i, i, 2 * i, 2 * i + 1) for i in range(6)]
-    others = (sum(rows, ()), 2.0, 1, 40, 0, True, None)
-    arguments = (value, attention, gate, decay, decay, theta, amplitude, *masks, *others)
+    rows = [(i, ALL_KINDS.index(KINDS[i]), DILATION[i], i, i, i) for i in range(6)]
+    others = (sum(rows, ()), 2.0, 2, 1, 40, 0, True, None)
+    arguments = (value, attention, gate, decay, decay, theta, free_lags, *masks, *others)
     opcheck(torch.ops.rsa_hf.recurrence.default, arguments)

@@ -12,9 +12,12 @@ so the forward pass is one walk over V. The backward pass needs nothing that the
 
     dV            Pᵀ dY: a walk over dY, in the other direction
     ∂/∂rates      a = Σ_t ⟨dy_t, h_t⟩ and b = Σ_t ⟨dy_t, q_t⟩, summed up on a walk over V. h is s with the amplitude 1,
-                  and q_{t+1} = ∂h_{t+1}/∂z = h_t + z q_t. Then ∂/∂decay = Re (c b e^{iθ}), ∂/∂θ = Re (i c b z), and
-                  ∂/∂c = Re a for the real part of c, −Im a for the imaginary one
+                  and q_{t+1} = ∂h_{t+1}/∂z = h_t + z q_t. With ∂/∂z = c b + a ∂c/∂z, ∂/∂decay = Re (e^{iθ} ∂/∂z) and
+                  ∂/∂θ = Re (i z ∂/∂z)
     ∂/∂gate       Re (c a) − Σ_t ⟨dy_t, attention_t⟩, on the same walk
+
+Where the first K weights are free, what they are more than the paper's, times the K values before, is added at each
+step.
 
 An unmasked REM is a walk in each direction. A head dilated by d has d states, which take turns. A state ends where its
 document does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so

@@ -17,7 +17,7 @@ from rsa_hf.ops.problem import Learned, Problem
 from rsa_hf.rem import other_heads, working_dtype
 
 WORTH_A_THREAD = 2**15  # numbers
-PROBLEM = struct.Struct("10q 4q q d 20q 24q")  # `Problem` of scan.cpp
+PROBLEM = struct.Struct("10q 4q q d q 20q 24q")  # `Problem` of scan.cpp
 _NO_GRADIENTS = Learned(*[None] * 5)
 
 
@@ -85,7 +85,7 @@ def _call(
         else:
             keep.append(rows := rows.to(of_rows).contiguous())
             numbers += (rows.data_ptr(), 0 if len(rows) == 1 else rows.shape[1])
-    numbers += (ctypes.addressof(described), layout.scale)
+    numbers += (ctypes.addressof(described), layout.scale, layout.num_free_lags)
     for tensor in (*learned, *sums):
         if tensor is None:
             numbers += (0, 0)

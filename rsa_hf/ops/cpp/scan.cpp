@@ -27,10 +27,11 @@ struct Tensor {
 
 // An RSA head, and where its numbers stand among the learned ones: `HeadRow` of problem.py.
 struct Row {
-  Index index, kind, dilation, gate, rate, real, imaginary;
+  Index index, kind, dilation, gate, rate, lags;
 };
 
-constexpr Index REGULAR = 0, SIN = 2, NONE = -1;
+constexpr Index REGULAR = 0, SIN = 2;
+constexpr Index MOST_FREE_LAGS = 8;
 
 // Numbers that are learned, in float32 or float64.
 struct Learned {
@@ -42,7 +43,7 @@ struct Learned {
   }
 
   void add(Index place, double number) const {
-    if (!data || place == NONE) return;
+    if (!data) return;
     if (is_wide) static_cast<double*>(data)[place] += number;
     else static_cast<float*>(data)[place] += float(number);
   }
@@ -58,8 +59,9 @@ struct Problem {
   Index documents_row;
   const Row* layout;       // [heads], ascending
   double scale;            // of what is learned; 0: the gates and the rates themselves
-  Learned mu, eta, nu, theta, amplitude;       // without `mu` P V alone is computed
-  Learned dmu, deta, dnu, dtheta, damplitude;  // gradients, which are added
+  Index free_lags_of_head;                     // K
+  Learned mu, eta, nu, theta, free_lags;       // without `mu` P V alone is computed
+  Learned dmu, deta, dnu, dtheta, dfree_lags;  // gradients, which are added
   Tensor value, attention, output, grad, dattention, dvalue;
 
   bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
@@ -151,9 +153,10 @@ struct Head {
   Rate gate, decay, theta;
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
-  std::complex<double> by_z;       // ∂amplitude/∂z
-  std::complex<double> amplitude;
-  bool is_real;  // z and amplitude: there is no imaginary part to compute
+  std::complex<double> unit;       // the paper's f is Re(unit · z^k) at step k: 1, of sin heads −i
+  bool is_real;                    // z: there is no imaginary part to compute
+  Index free_lags;                 // K, in its own window
+  double added[MOST_FREE_LAGS];    // what free lags are more than the paper's f
   const std::uint8_t* key_mask;
   const Index* documents;
 
@@ -174,11 +177,14 @@ struct Head {
     if (p.scale && float(gate.value) == 0) decay = {0, 0};
     direction = is_regular() ? 1 : std::polar(1.0, theta.value);
     z = decay.value * direction;
-    if (from.real == NONE) {  // the paper's: z, of sin heads −i z
-      by_z = from.kind == SIN ? std::complex<double>(0, -1) : 1;
-      amplitude = by_z * z;
-    } else amplitude = {p.amplitude[from.real], from.imaginary == NONE ? 0 : p.amplitude[from.imaginary]};
-    is_real = z.imag() == 0 && amplitude.imag() == 0;
+    unit = from.kind == SIN ? std::complex<double>(0, -1) : 1;
+    is_real = z.imag() == 0 && from.kind != SIN;
+    free_lags = window ? std::min(p.free_lags_of_head, window - 1) : p.free_lags_of_head;
+    std::complex<double> power = unit;
+    for (Index k = 0; k < free_lags; k++) {
+      power *= z;
+      added[k] = p.free_lags[from.lags * p.free_lags_of_head + k] - power.real();
+    }
   }
 
   bool is_regular() const { return from.kind == REGULAR; }
@@ -251,7 +257,8 @@ struct State {
 };
 
 // A sweep says what to do at each key, for some channels of a head: `visit(key, state)`, then the state takes up the
-// channels at `read(key)`, or nothing where that is null. `finish()` ends a run of keys.
+// channels at `read(key)`, or nothing where that is null. One with derivatives has `visit_lag(key, k, x)` for the free lag
+// k, which begin at 0, and the channels x there; for others they are part of the state. `finish()` ends a run of keys.
 
 template <typename Number>
 struct ForwardSweep {
@@ -275,7 +282,7 @@ struct ForwardSweep {
 
   const Number* read(Index key) const { return head.is_seen(key) ? value + key * p.value.position : nullptr; }
 
-  void visit(Index key, const State<Number>& state) const {
+  void visit(Index key, const State<Number>& state) {
     if (!p.is_query(key)) return;
     const Index query = key - p.query_offset;
     Number* to = output + query * p.output.position;
@@ -325,8 +332,10 @@ struct ValueSweep {
 struct Sums {
   std::complex<double> states, slopes;  // Σ dy · s and Σ dy · q, for an amplitude of 1
   double attention = 0;                 // Σ dy · attention
+  double lags[MOST_FREE_LAGS] = {};     // Σ_t dy_t · v_{t − k − 1}
 
   void operator+=(const Sums& other) {
+    for (Index k = 0; k < MOST_FREE_LAGS; k++) lags[k] += other.lags[k];
     states += other.states;
     slopes += other.slopes;
     attention += other.attention;
@@ -375,6 +384,11 @@ struct OtherSweep {
     (rest * dy).store(dattention + query * p.dattention.position, channels);
   }
 
+  void visit_lag(Index key, Index k, const Lanes<Number>& x) {
+    if (!p.is_query(key)) return;
+    sums.lags[k] += (Lanes<Number>::load(grad + (key - p.query_offset) * p.grad.position, channels) * x).sum();
+  }
+
   void finish() {
     sums.states += std::complex<double>(added.real.sum(), added.imaginary.sum());
     sums.slopes += std::complex<double>(added.dreal.sum(), added.dimaginary.sum());
@@ -389,8 +403,9 @@ class Walk {
   // The amplitude is part of the states, the gate too, but not where there are derivatives.
   Walk(const Problem& p, Index b, Index h, bool is_backwards, bool has_derivative)
       : head(p, b, h), p(p), is_backwards(is_backwards), z(head.z) {
-    const std::complex<double> c = has_derivative ? 1 : head.gate.value * head.amplitude;
+    const std::complex<double> c = has_derivative ? 1 : head.gate.value * head.unit * head.z;
     amplitude = std::complex<Number>(c);
+    for (Index k = 0; k < head.free_lags; k++) added[k] = Number(head.gate.value * head.added[k]);
     // z is rounded. What that takes from z^k, about k (exact / rounded − 1), is given back after each run.
     const std::complex<double> rounded(z);
     lost = rounded == 0.0 ? 0.0 : head.z / rounded - 1.0;
@@ -446,8 +461,8 @@ class Walk {
           read_suffix<is_real>(i, suffix, sweep);
         }
         const Index last = i - (k + 1) * head.dilation;
-        sweep.visit(key, last >= 0 && is_one_document(i, last) ? state + suffix[k] : state);
-      } else sweep.visit(key, state);
+        sweep.visit(key, with_free_lags(i, last >= 0 && is_one_document(i, last) ? state + suffix[k] : state, sweep));
+      } else sweep.visit(key, with_free_lags(i, state, sweep));
       const Number* x = sweep.read(key);
       const auto loaded = x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{};
       state.template step<is_real, Sweep::HAS_DERIVATIVE>(z, amplitude, loaded);
@@ -455,6 +470,20 @@ class Walk {
     sweep.finish();
     state.correct(std::complex<Number>(double(steps) * lost));
     kept = state;
+  }
+
+  template <typename Sweep>
+  State<Number> with_free_lags(Index i, State<Number> state, Sweep& sweep) const {
+    for (Index k = 0; k < head.free_lags; k++) {
+      const Index before = i - (k + 1) * head.dilation;
+      if (before < 0 || !is_one_document(i, before)) break;
+      const Number* x = sweep.read(key_of(before));
+      if (!x) continue;
+      const auto loaded = Lanes<Number>::load(x, sweep.channels);
+      if constexpr (Sweep::HAS_DERIVATIVE) sweep.visit_lag(key_of(i), k, loaded);
+      else state.real = state.real + added[k] * loaded;
+    }
+    return state;
   }
 
   // What the queries of a block, which begins at i, see of the block before: of its w keys, query k those after k.
@@ -482,6 +511,7 @@ class Walk {
   const Problem& p;
   bool is_backwards;
   std::complex<Number> z, amplitude;
+  Number added[MOST_FREE_LAGS];
   std::complex<double> lost;
   Index groups;
   std::vector<State<Number>> states;
@@ -524,13 +554,18 @@ void add_gradients(const Problem& p, const std::vector<Sums>& of_rows) {
     const Head head(p, 0, h);
     Sums sums;
     for (Index b = 0; b < p.rows; b++) sums += of_rows[b * p.heads + h];
-    const std::complex<double> by_z = head.amplitude * sums.slopes + head.by_z * sums.states;
     const double g = head.gate.value;
-    p.dmu.add(head.from.gate, head.gate.slope * ((head.amplitude * sums.states).real() - sums.attention));
+    std::complex<double> by_z = head.unit * (head.z * sums.slopes + sums.states), power = head.unit;
+    double by_gate = (head.unit * head.z * sums.states).real() - sums.attention;
+    for (Index k = 0; k < head.free_lags; k++) {
+      by_z -= sums.lags[k] * double(k + 1) * power;
+      power *= head.z;
+      by_gate += head.added[k] * sums.lags[k];
+      p.dfree_lags.add(head.from.lags * p.free_lags_of_head + k, g * sums.lags[k]);
+    }
+    p.dmu.add(head.from.gate, head.gate.slope * by_gate);
     (head.is_regular() ? p.deta : p.dnu).add(head.from.rate, g * head.decay.slope * (by_z * head.direction).real());
     if (!head.is_regular()) p.dtheta.add(head.from.rate, -g * head.theta.slope * (by_z * head.z).imag());  // ∂z/∂θ = i z
-    p.damplitude.add(head.from.real, g * sums.states.real());
-    p.damplitude.add(head.from.imaginary, -g * sums.states.imag());
   }
 }
 

@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.forward import _add_readout, _entering_of
+from rsa_hf.ops.triton.forward import _add_across, _add_readout, _entering_of
 from rsa_hf.ops.triton.states import (
     _advance,
     _borders,
+    _document,
+    _load_row,
     _load_rows,
     _load_states,
     _of_head,
@@ -24,11 +26,9 @@ from rsa_hf.ops.triton.states import (
 from rsa_hf.ops.triton.tables import (
     DZ,
     GATE,
-    IMAGINARY,
     KIND,
+    LAGS,
     RATE,
-    READ,
-    REAL,
     Z,
     _amplitudes,
     _entry,
@@ -38,6 +38,7 @@ from rsa_hf.ops.triton.tables import (
     _of_row,
     _rates,
     _toeplitz,
+    _weights,
 )
 
 
@@ -88,13 +89,15 @@ def backward_kernel(
         grad: dOut, of the shape of the output.
         dvalue: a tensor [B, H, S, D], of every head.
         dattention: a tensor [B, H', T, D]; if mixed.
-        partial: per program ⟨dOut, attention⟩ and the real and imaginary parts of Σ z^{k−1} r_k and of its derivative
-            with respect to decay, where r_k is how dOut and V correlate at lag k: [columns, B · blocks · splits, 5].
+        partial: per program ⟨dOut, attention⟩, the real and imaginary parts of Σ z^{k−1} r_k and of its derivative
+            with respect to decay, where r_k is how dOut and V correlate at lag k, and r_k of the
+            free lags: [columns, B · blocks · splits, 5 + K].
         splits: of dOut.
         entering: [B, blocks, H, slots, 4, BLOCK].
     """
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
+    K: tl.constexpr = SHAPE.lags
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
     head, index, row, block, column, channels, table, axis, part = _program(
         columns, heads, table, document_ids, rows, num_columns, length, SHAPE
@@ -105,7 +108,7 @@ def backward_kernel(
     dv_rows = _of_head(dvalue, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    high, low = _halves(_toeplitz(table, READ, SHAPE), dout[0].dtype.element_ty, SHAPE)
+    high, low = _halves(_weights(table, SHAPE), dout[0].dtype.element_ty, SHAPE)
     weight = 1.0
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
@@ -120,6 +123,7 @@ def backward_kernel(
     zero = tl.zeros([BLOCK], tl.float32)
     sums, attended = (zero, zero, zero, zero), zero
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
+    across = tl.zeros([CHUNK], tl.float32)
     i = tl.arange(0, CHUNK)
     writing = _writing(table, CHUNK - 1 - i, SHAPE, True)
     from_left, from_right = _reading(table, i, SHAPE), _reading(table, CHUNK - 1 - i, SHAPE)
@@ -155,6 +159,9 @@ def backward_kernel(
             other = _load_states(pointers, has_place, SHAPE, True)
             acc = _add_readout(acc, other, from_right, reached)
             sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached)
+        if SHAPE.lags > 0:
+            acc = _add_across(acc, dout, offset, queries, chunk, mask, axis, table, channels, SHAPE, True)
+            across += _products_across(wide, dout, offset, queries, chunk, mask, axis, channels, SHAPE)
         reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
         acc = _add_readout(acc, state, from_left, reached)
         sums = _add_slope_of_readout(sums, wide, state, left, left_slope, reached)
@@ -163,19 +170,46 @@ def backward_kernel(
         _store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
-    into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * 5
+    into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * (5 + SHAPE.lags)
     tl.store(into, tl.sum(attended))
     product, imaginary_product, change, imaginary_change = sums
     tl.store(into + 1, tl.sum(product) + _weighted(inner, table, Z, SHAPE))
     tl.store(into + 2, tl.sum(imaginary_product) + _weighted(inner, table, Z + 1, SHAPE))
     tl.store(into + 3, tl.sum(change) + _weighted(inner, table, DZ, SHAPE))
     tl.store(into + 4, tl.sum(imaginary_change) + _weighted(inner, table, DZ + 1, SHAPE))
+    for k in tl.static_range(0, K):
+        lags = i[:, None] - i[None, :]
+        lags = lags if SHAPE.causal else tl.abs(lags)
+        within = tl.sum(tl.sum(tl.where(lags == k + 1, inner, 0.0), axis=0))
+        tl.store(into + 5 + k, within + tl.sum(tl.where(i == k, across, 0.0)))
 
 
 @triton.jit
 def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
     """The sum of a matrix [C, C] times a Toeplitz matrix."""
     return tl.sum(tl.sum(_toeplitz(table, row, SHAPE) * inner, axis=0))
+
+
+@triton.jit
+def _products_across(v, x, shift, count, chunk, key_mask, axis, channels, SHAPE: tl.constexpr):
+    """⟨v, x⟩ of a chunk's steps with those beyond its edges, summed by lag: [C], the entry k for a lag of k + 1."""
+    CHUNK: tl.constexpr = SHAPE.chunk
+    K: tl.constexpr = SHAPE.lags
+    SIDES: tl.constexpr = 1 if SHAPE.causal else 2
+    i = tl.arange(0, CHUNK)
+    products = tl.zeros([CHUNK], tl.float32)
+    for m in tl.static_range(0, K):
+        for side in tl.static_range(0, SIDES):
+            step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
+            row = _load_row(x, step, shift, count, key_mask, axis, channels, SHAPE, True)
+            of_steps = tl.sum(v * row[None, :], axis=1)
+            if SHAPE.packed:
+                same = _document(chunk * SHAPE.chunk + i, axis, True) == _document(step, axis, True)
+                of_steps = tl.where(same, of_steps, 0.0)
+            between = i if side == 0 else SHAPE.chunk - 1 - i
+            for k in tl.static_range(m, K):
+                products += tl.where(i == k, tl.sum(tl.where(between + m == k, of_steps, 0.0)), 0.0)
+    return products
 
 
 @triton.jit
@@ -206,7 +240,8 @@ def learned_kernel(
         parts: programs of a column.
         longest: the most parts that a head has.
     """
-    dmu, deta, dnu, dtheta, damplitude = dlearned
+    K: tl.constexpr = SHAPE.lags
+    dmu, deta, dnu, dtheta, dfree_lags = dlearned
     num_mu, num_eta, num_nu = counts
     program = tl.program_id(0)
     place = tl.arange(0, HEADS)
@@ -214,33 +249,42 @@ def learned_kernel(
     head = tl.minimum(place, num_heads - 1)
     begin = tl.load(starts + head).to(tl.int64) * parts
     end = tl.where(is_head, tl.load(starts + head + 1).to(tl.int64) * parts, 0)
-    attended = _sums_of_parts(partial, begin, end, longest, HEADS, BLOCK)
-    product = _sums_of_parts(partial + 1, begin, end, longest, HEADS, BLOCK)
-    imaginary_product = _sums_of_parts(partial + 2, begin, end, longest, HEADS, BLOCK)
-    change = _sums_of_parts(partial + 3, begin, end, longest, HEADS, BLOCK)
-    imaginary_change = _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK)
+    attended = _sums_of_parts(partial, begin, end, longest, HEADS, BLOCK, SHAPE)
+    product = _sums_of_parts(partial + 1, begin, end, longest, HEADS, BLOCK, SHAPE)
+    imaginary_product = _sums_of_parts(partial + 2, begin, end, longest, HEADS, BLOCK, SHAPE)
+    change = _sums_of_parts(partial + 3, begin, end, longest, HEADS, BLOCK, SHAPE)
+    imaginary_change = _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK, SHAPE)
 
     rho, slope, angle, turn = _rates(learned, heads, head, SHAPE)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    c, c_imaginary = _amplitudes(learned, heads, head, rho * cos, rho * sin, SHAPE)
+    c, c_imaginary = _amplitudes(heads, head, rho * cos, rho * sin)
     gate, gate_slope = turn * 0.0 + 1.0, turn * 0.0
     if SHAPE.mixed:
         gate, gate_slope = _gates(learned, heads, head, SHAPE)
     # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
     by_decay = c * change - c_imaginary * imaginary_change
     by_imaginary_decay = c * imaginary_change + c_imaginary * change
-    if not SHAPE.free:  # c = z, of sin heads −i z
-        is_sin = _of_row(heads, head, KIND) == 2
-        real, imaginary = tl.where(is_sin, sin, cos), tl.where(is_sin, -cos, sin)
-        by_decay += real * product - imaginary * imaginary_product
-        by_imaginary_decay += real * imaginary_product + imaginary * product
+    real, imaginary = _amplitudes(heads, head, cos, sin)  # ∂c/∂decay
+    by_decay += real * product - imaginary * imaginary_product
+    by_imaginary_decay += real * imaginary_product + imaginary * product
+    by_gate = c * product - c_imaginary * imaginary_product - attended
+    # A free lag takes the place of f(k) = Re(c z^{k−1}), whose derivative by decay is k Re(∂c/∂decay z^{k−1}).
+    of_lag = turn * 0.0
+    for k in tl.static_range(0, K):
+        sums = _sums_of_parts(partial + 5 + k, begin, end, longest, HEADS, BLOCK, SHAPE)
+        place = SHAPE.lags * _of_row(heads, head, LAGS) + k
+        by_gate += (tl.load(learned[4] + place).to(tl.float64) - c) * sums
+        by_decay -= (k + 1) * real * sums
+        by_imaginary_decay -= (k + 1) * imaginary * sums
+        c, c_imaginary = rho * (cos * c - sin * c_imaginary), rho * (cos * c_imaginary + sin * c)
+        real, imaginary = rho * (cos * real - sin * imaginary), rho * (cos * imaginary + sin * real)
+        of_lag += tl.where(is_head & (place == program - num_mu - num_eta - num_nu), sums, 0.0)
 
     is_regular = _of_row(heads, head, KIND) == 0
     rate = tl.where(is_head, _of_row(heads, head, RATE), -1)
     if program < num_mu:
-        dgate = gate_slope * (c * product - c_imaginary * imaginary_product - attended)
         reads = is_head & (_of_row(heads, head, GATE) == program)
-        tl.store(dmu + program, tl.sum(tl.where(reads, dgate, 0.0)))
+        tl.store(dmu + program, tl.sum(tl.where(reads, gate_slope * by_gate, 0.0)))
     elif program < num_mu + num_eta:
         number = program - num_mu
         reads = is_regular & (rate == number)
@@ -251,18 +295,14 @@ def learned_kernel(
         tl.store(dnu + number, tl.sum(tl.where(reads, gate * slope * by_decay, 0.0)))
         tl.store(dtheta + number, tl.sum(tl.where(reads, -gate * turn * rho * by_imaginary_decay, 0.0)))
     else:
-        number = program - num_mu - num_eta - num_nu
-        real_reads = is_head & (_of_row(heads, head, REAL) == number)
-        imaginary_reads = is_head & (_of_row(heads, head, IMAGINARY) == number)
-        of_real = tl.sum(tl.where(real_reads, gate * product, 0.0))
-        tl.store(damplitude + number, of_real - tl.sum(tl.where(imaginary_reads, gate * imaginary_product, 0.0)))
+        tl.store(dfree_lags + program - num_mu - num_eta - num_nu, tl.sum(gate * of_lag))
 
 
 @triton.jit
-def _sums_of_parts(partial, begin, end, longest, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """For each head the sum of every fifth number, in float64."""
+def _sums_of_parts(partial, begin, end, longest, HEADS: tl.constexpr, BLOCK: tl.constexpr, SHAPE: tl.constexpr):
+    """For each head the sum of one number of each of its parts, in float64."""
     total = tl.zeros([HEADS, BLOCK], tl.float64)
     for start in tl.range(0, longest, BLOCK):
         place = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]
-        total += tl.load(partial + 5 * place, mask=place < end[:, None], other=0.0)
+        total += tl.load(partial + (5 + SHAPE.lags) * place, mask=place < end[:, None], other=0.0)
     return tl.sum(total, axis=1)

@@ -6,6 +6,8 @@ import triton.language as tl
 from rsa_hf.ops.triton.states import (
     _advance,
     _borders,
+    _document,
+    _load_row,
     _load_rows,
     _load_states,
     _of_head,
@@ -20,7 +22,7 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import READ, _gates, _halves, _multiply, _toeplitz
+from rsa_hf.ops.triton.tables import _added_across, _gates, _halves, _multiply, _weights
 
 
 @triton.jit
@@ -30,6 +32,26 @@ def _add_readout(acc, state, reading, reached):
     real, imaginary = reading
     real, imaginary = (real * reached)[:, None], (imaginary * reached)[:, None]
     return acc + real * h_real[None, :] - imaginary * h_imaginary[None, :]
+
+
+@triton.jit
+def _add_across(
+    acc, x, shift, count, chunk, key_mask, axis, table, channels, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
+):
+    """Add what free lags add of the steps beyond the edges of a chunk."""
+    K: tl.constexpr = SHAPE.lags
+    SIDES: tl.constexpr = 1 if SHAPE.causal else 2
+    i = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
+    for m in tl.static_range(0, K):
+        for side in tl.static_range(0, SIDES):
+            step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
+            row = _load_row(x, step, shift, count, key_mask, axis, channels, SHAPE, BACKWARD)
+            added = _added_across(table, m, SHAPE, side == 1)
+            if SHAPE.packed:
+                same = _document(i, axis, BACKWARD) == _document(step, axis, BACKWARD)
+                added = tl.where(same, added, 0.0)
+            acc += added[:, None] * row[None, :]
+    return acc
 
 
 @triton.jit
@@ -91,7 +113,7 @@ def forward_kernel(
     out = _of_head(output, row, index)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    high, low = _halves(_toeplitz(table, READ, SHAPE), v[0].dtype.element_ty, SHAPE)
+    high, low = _halves(_weights(table, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
         gate, _slope = _gates(learned, heads, head, SHAPE)
@@ -144,6 +166,8 @@ def forward_kernel(
             reached, taken, keep = _borders(chunk, axis, SHAPE, False, True)
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, False)
             acc = _add_readout(acc, _load_states(pointers, has_place, SHAPE, False), from_right, reached)
+        if SHAPE.lags > 0:
+            acc = _add_across(acc, v, 0, length, chunk, mask, axis, table, channels, SHAPE, False)
         reached, taken, keep = _borders(chunk, axis, SHAPE, False, False)
         acc = _add_readout(acc, state, from_left, reached)
         state = _advance(state, x.to(tl.float32), writing, taken, keep, False)

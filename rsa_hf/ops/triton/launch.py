@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
-from rsa_hf.ops.problem import NONE, Layout, Learned, Problem
+from rsa_hf.ops.problem import Layout, Learned, Problem
 from rsa_hf.ops.triton.backward import backward_kernel, learned_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
@@ -130,7 +130,7 @@ def _divide(
     causal, mixed, masked, packed, halves = flags
     shape = Shape(
         *(head_size, tuning.block, blocks, chunk, splits, powers, tuning.stages),
-        *(causal, mixed, masked, packed, halves, layout.rows[0].real != NONE, layout.scale),
+        *(causal, mixed, masked, packed, halves, layout.num_free_lags, layout.scale),
     )
     slots = max(
         count * (triton.cdiv(triton.cdiv(length, d), chunk) - 1) for d, count in zip(dilation, residues, strict=True)
@@ -187,7 +187,7 @@ class _Launch:
         value, mask = self.value, self.mask
         grad = grad.transpose(1, 2) if self.is_mixed else grad
         parts = len(value) * self.shape.blocks * self.shape.splits
-        partial = value.new_empty(len(self.columns), parts, 5, dtype=torch.float32)
+        partial = value.new_empty(len(self.columns), parts, 5 + self.shape.lags, dtype=torch.float32)
         backward_kernel[(self.programs,)](
             _strided(grad),
             _strided(value),
@@ -203,9 +203,9 @@ class _Launch:
             SHAPE=replace(self.shape, halves=grad.element_size() == 2),
             num_warps=self.warps,
         )
-        mu, eta, nu, _, amplitude = (0 if tensor is None else len(tensor) for tensor in gradients)
+        mu, eta, nu, _, free_lags = (0 if tensor is None else len(tensor) for tensor in gradients)
         heads = max(triton.next_power_of_2(len(self.heads)), 2)
-        learned_kernel[(mu + eta + nu + amplitude,)](
+        learned_kernel[(mu + eta + nu + free_lags,)](
             partial,
             self.learned,
             tuple(partial if tensor is None else tensor for tensor in gradients),

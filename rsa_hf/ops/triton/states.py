@@ -101,6 +101,19 @@ def _store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _load_row(x, step, shift, count, key_mask, axis, channels, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """One step of a walk, [BLOCK] in float32; 0 where there is none, or where, on a walk over V, its key is hidden."""
+    base, stride = x
+    place = _position(step, axis, BACKWARD)
+    row = place - shift
+    there = (step >= 0) & (step < axis[1]) & (row >= 0) & (row < count)
+    if SHAPE.masked and not BACKWARD:
+        there = there & (tl.load(key_mask + place, mask=there, other=0) != 0)
+    pointers = base + row * stride + channels
+    return tl.load(pointers, mask=there & (channels < SHAPE.head_size), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _seen(key_mask, place, inside, SHAPE: tl.constexpr):
     """Which keys of a chunk take part."""
     if SHAPE.masked:

@@ -23,7 +23,7 @@ class Shape:
         masked: whether there is a key mask.
         packed: whether there are documents.
         halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
-        free: whether amplitudes are learned.
+        lags: K, the number of free lags.
         scale: of what is learned (`Layout`).
     """
 
@@ -39,34 +39,33 @@ class Shape:
     masked: bool
     packed: bool
     halves: bool
-    free: bool
+    lags: int
     scale: float
 
 
 # Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, c z^k with the amplitude c,
-# and the rounding error of z^k in float32.
-Z, DZ, READ, REST = (tl.constexpr(row) for row in (0, 2, 4, 6))
-TABLE_ROWS = tl.constexpr(8)
+# and the rounding error of z^k in float32. ADDED is one row: what the weight of step k + 1 is more than the paper's.
+Z, DZ, READ, REST, ADDED = (tl.constexpr(row) for row in (0, 2, 4, 6, 8))
+TABLE_ROWS = tl.constexpr(9)
 
-
-# Columns of `heads`, [R, 7] int32: `HeadRow` of problem.py.
-INDEX, KIND, DILATION, GATE, RATE, REAL, IMAGINARY = (tl.constexpr(column) for column in range(7))
-COLUMNS = tl.constexpr(7)
+# Columns of `heads`, [R, 6] int32: `HeadRow` of problem.py.
+INDEX, KIND, DILATION, GATE, RATE, LAGS = (tl.constexpr(column) for column in range(6))
+COLUMNS = tl.constexpr(6)
 
 
 @triton.jit
 def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
-    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [R, 8, powers] float32.
+    """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [R, 9, powers] float32.
 
     Where:
-        learned: mu, eta, nu, theta and amplitude, contiguous; those that no head reads may be anything.
-        heads: `Layout.numbers`, [R, 7].
+        learned: mu, eta, nu, theta and free_lags, contiguous; those that no head reads may be anything.
+        heads: `Layout.numbers`, [R, 6].
     """
     head = tl.program_id(0)
     d = _of_row(heads, head, DILATION)
     rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
     z, z_imaginary = rho * tl.cos(angle), rho * tl.sin(angle)
-    c, c_imaginary = _amplitudes(learned, heads, head, z, z_imaginary, SHAPE)
+    c, c_imaginary = _amplitudes(heads, head, z, z_imaginary)
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
@@ -79,7 +78,13 @@ def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
     _store_complex(into, DZ, slope, imaginary_slope, SHAPE)
     rest, imaginary_rest = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
     _store_complex(into, REST, rest, imaginary_rest, SHAPE)
-    _store_complex(into, READ, c * real - c_imaginary * imaginary, c * imaginary + c_imaginary * real, SHAPE)
+    f = c * real - c_imaginary * imaginary
+    _store_complex(into, READ, f, c * imaginary + c_imaginary * real, SHAPE)
+    if SHAPE.lags > 0:
+        _mu, _eta, _nu, _theta, free_lags = learned
+        is_free = entry < SHAPE.lags
+        free = tl.load(free_lags + SHAPE.lags * _of_row(heads, head, LAGS) + entry, mask=is_free, other=0.0)
+        tl.store(into + ADDED * SHAPE.powers, tl.where(is_free, free.to(tl.float64) - f, 0.0).to(tl.float32))
 
 
 @triton.jit
@@ -99,7 +104,7 @@ def _store_complex(into, row: tl.constexpr, real, imaginary, SHAPE: tl.constexpr
     tl.store(into + (row + 1) * SHAPE.powers, imaginary.to(tl.float32))
 
 
-# --- from what is learned to gates, rates and amplitudes of heads, in float64, with derivatives ---------------------
+# --- from what is learned to gates and rates of heads, in float64, with derivatives ---------------------------------
 
 
 @triton.jit
@@ -132,14 +137,14 @@ def _tanh(x, SHAPE: tl.constexpr):
 @triton.jit
 def _gates(learned, heads, head, SHAPE: tl.constexpr):
     """G of heads, and ∂g/∂mu; only if P V is mixed."""
-    mu, _eta, _nu, _theta, _amplitude = learned
+    mu, _eta, _nu, _theta, _free_lags = learned
     return _sigmoid(tl.load(mu + _of_row(heads, head, GATE)).to(tl.float64), SHAPE)
 
 
 @triton.jit
 def _rates(learned, heads, head, SHAPE: tl.constexpr):
     """Decay of heads, ∂decay/∂eta or /∂nu, their angle, and its derivative."""
-    _mu, eta, nu, theta, _amplitude = learned
+    _mu, eta, nu, theta, _free_lags = learned
     place, is_regular = _of_row(heads, head, RATE), _of_row(heads, head, KIND) == 0
     turns = is_regular == 0
     lam, lam_slope = _tanh(tl.load(eta + place, mask=is_regular, other=0.0).to(tl.float64), SHAPE)
@@ -155,17 +160,10 @@ def _rates(learned, heads, head, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _amplitudes(learned, heads, head, z, z_imaginary, SHAPE: tl.constexpr):
-    """Real and imaginary part of c of heads: given, or the paper's, z, of sin heads −i z."""
-    if SHAPE.free:
-        _mu, _eta, _nu, _theta, amplitude = learned
-        place, imaginary_place = _of_row(heads, head, REAL), _of_row(heads, head, IMAGINARY)
-        real = tl.load(amplitude + place).to(tl.float64)
-        imaginary = tl.load(amplitude + imaginary_place, mask=imaginary_place >= 0, other=0.0).to(tl.float64)
-    else:
-        is_sin = _of_row(heads, head, KIND) == 2
-        real, imaginary = tl.where(is_sin, z_imaginary, z), tl.where(is_sin, -z, z_imaginary)
-    return real, imaginary
+def _amplitudes(heads, head, z, z_imaginary):
+    """Real and imaginary part of c of heads: z, of sin heads −i z."""
+    is_sin = _of_row(heads, head, KIND) == 2
+    return tl.where(is_sin, z_imaginary, z), tl.where(is_sin, -z, z_imaginary)
 
 
 # --- readers of the table -------------------------------------------------------------------------------------------
@@ -184,6 +182,23 @@ def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
     lags = i[:, None] - i[None, :]
     lags = lags if SHAPE.causal else tl.abs(lags)
     return tl.load(table + row * SHAPE.powers + lags - 1, mask=lags > 0, other=0.0)
+
+
+@triton.jit
+def _weights(table, SHAPE: tl.constexpr):
+    """The weights of a chunk, [C, C]."""
+    weights = _toeplitz(table, READ, SHAPE)
+    if SHAPE.lags > 0:
+        weights += _toeplitz(table, ADDED, SHAPE)
+    return weights
+
+
+@triton.jit
+def _added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """For each step of a chunk, [C], what free lags add to the weight of the step m + 1 steps beyond the edge."""
+    i = tl.arange(0, SHAPE.chunk)
+    lag = (SHAPE.chunk - 1 - i if FROM_RIGHT else i) + m  # less 1
+    return tl.load(table + ADDED * SHAPE.powers + lag, mask=lag < SHAPE.lags, other=0.0)
 
 
 @triton.jit

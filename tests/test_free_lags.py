@@ -1,4 +1,4 @@
-"""Models whose heads learn an amplitude, f(τ) = Re(c z^{τ/d − 1}), against P written out."""
+"""Models whose heads have free lags, against P written out."""
 
 import copy
 import json
@@ -10,21 +10,21 @@ from transformers import AutoModelForCausalLM
 
 import rsa_hf.peft
 from families import PAD, VOCAB, build, build_language_model
-from references import double_loop, relative_error
+from references import double_loop, lag_weight, relative_error
 from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model, rsa_report
 from rsa_hf.config import LayerSpec
 from rsa_hf.ops.mask import boolean_mask, lags
 from rsa_hf.plots import plot_rem
 
 PAPER = {"num_regular": 1, "num_dilated_cyclical_pairs": 1, "dilation": [2, 3], "gate_init": 0.2, "theta_init": 0.9}
-LEARNED = RSAConfig(**PAPER, learned_amplitude=True)
+FREE = RSAConfig(**PAPER, num_free_lags=2)
 NAMED = RSAConfig(
     heads=[
-        HeadConfig(0, 0, "regular", decay=0.0, gate=0.5, amplitude=(1.0, 0.0)),  # a token shift
+        HeadConfig(0, 0, "regular", decay=0.0, gate=0.5, free_lags=(1.0, 0.0, 0.0)),  # a token shift
         HeadConfig(1, 1, "sin", decay=0.8, gate=0.4, theta=0.7),
-        HeadConfig(1, 2, "cos", decay=0.6, gate=0.4, theta=2.0, amplitude=(-0.3, 0.8)),
+        HeadConfig(1, 2, "cos", decay=0.6, gate=0.4, theta=2.0, free_lags=(-0.3, 0.8, 0.1)),
     ],
-    learned_amplitude=True,
+    num_free_lags=3,
 )
 
 
@@ -35,31 +35,24 @@ def padded_inputs():
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-def amplitudes(heads: RSAHeads) -> list[complex]:
-    """c of each head, read from the parameter as its docstring says."""
-    numbers, R = heads.amplitude.tolist(), len(heads.spec.heads)
-    imaginary = iter(numbers[R:])
-    return [
-        complex(numbers[h], 0 if kind == "regular" else next(imaginary)) for h, kind in enumerate(heads.spec.kinds)
-    ]
-
-
-def written_out(first_step=1):
-    """A forward that computes P V in nested loops; with another first step it is wrong."""
+def written_out(late=0):
+    """A forward that computes P V in nested loops; with free lags that come too late it is wrong."""
 
     def forward(self, attention, value, mask, shard=None):
         rems, gate = self.rems_and_gate()
 
-        def weight(c, rate, angle, step):
-            z = torch.polar(rate.abs(), angle + torch.pi * (rate < 0))
-            return (c * z ** (step - first_step)).real if step > first_step else torch.tensor(c.real).double()
+        def weight(described, rate, angle, step):
+            kind, free = described
+            place = step - 1 - late
+            return free[place] if 0 <= place < len(free) else lag_weight(kind, rate, angle, step)
 
         tau = lags(mask, value.device)
         visible = boolean_mask(mask, tau).expand(len(value), 1, -1, -1)
         groups = attention.shape[2] // value.shape[1]
         keys = value[:, [head // groups for head in self.spec.heads]].double()
         sizes = (self.spec.dilations, mask.query_length, mask.query_offset, mask.causal)
-        product = double_loop(keys, amplitudes(self), rems.decay, rems.theta, *sizes, visible, weight)
+        described = [*zip(self.spec.kinds, self.free_lags.view(len(gate), -1).double(), strict=True)]
+        product = double_loop(keys, described, rems.decay, rems.theta, *sizes, visible, weight)
         mixed, places = attention.double().clone(), list(self.spec.heads)
         gate = gate[:, None]
         mixed[:, :, places] = (1 - gate) * mixed[:, :, places] + gate * product.transpose(1, 2)
@@ -81,7 +74,7 @@ def moved(model):
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["pytorch", "cpp"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "roberta"])
-@pytest.mark.parametrize("config", [LEARNED, NAMED], ids=["counted", "named"])
+@pytest.mark.parametrize("config", [FREE, NAMED], ids=["counted", "named"])
 def test_a_model_computes_p_as_written_out(monkeypatch, family, config, backend):
     monkeypatch.setenv("RSA_HF_BACKEND", backend)
     model, batch = moved(patch_model(build(family), config)), padded_inputs()
@@ -89,18 +82,18 @@ def test_a_model_computes_p_as_written_out(monkeypatch, family, config, backend)
     found = model(**batch).last_hidden_state[real]
     monkeypatch.setattr(RSAHeads, "forward", written_out())
     assert relative_error(found, model(**batch).last_hidden_state[real]) < 1e-5
-    monkeypatch.setattr(RSAHeads, "forward", written_out(first_step=0))
+    monkeypatch.setattr(RSAHeads, "forward", written_out(late=1))
     assert relative_error(found, model(**batch).last_hidden_state[real]) > 1e-3
 
 
 @torch.no_grad()
-def test_amplitudes_start_as_the_papers():
+def test_free_lags_start_as_the_papers():
     model, batch = build("llama"), padded_inputs()
     paper = patch_model(copy.deepcopy(model), RSAConfig(**PAPER))
-    learned = patch_model(model, LEARNED)
-    torch.testing.assert_close(learned(**batch)[0], paper(**batch)[0], rtol=1e-5, atol=1e-6)
-    heads = learned.layers[0].self_attn.rsa
-    assert [heads.eta.numel(), heads.nu.numel(), heads.theta.numel(), heads.amplitude.numel()] == [1, 1, 1, 3 + 2]
+    free = patch_model(model, FREE)
+    torch.testing.assert_close(free(**batch)[0], paper(**batch)[0], rtol=1e-5, atol=1e-6)
+    heads = free.layers[0].self_attn.rsa
+    assert [heads.eta.numel(), heads.nu.numel(), heads.theta.numel(), heads.free_lags.numel()] == [1, 1, 1, 3 * 2]
 
 
 @torch.no_grad()
@@ -118,8 +111,8 @@ def test_generation_with_a_cache_agrees_with_none():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [LEARNED, NAMED], ids=["counted", "named"])
-def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config):
+@pytest.mark.parametrize("config", [FREE, NAMED], ids=["counted", "named"])
+def test_a_saved_model_and_an_adapter_have_the_same_free_lags(tmp_path, config):
     base, batch = build_language_model("llama"), padded_inputs()
     model = moved(patch_model(copy.deepcopy(base), config))
     model.save_pretrained(tmp_path / "model")
@@ -127,7 +120,7 @@ def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config)
     assert content["format_version"] == 3  # which rsa_hf 0.1 and 0.2 refuse
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "model")(**batch).logits, model(**batch).logits)
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).model.layers[1].self_attn.rsa
-    assert torch.equal(half.amplitude, model.model.layers[1].self_attn.rsa.amplitude)  # no bit is rounded away
+    assert torch.equal(half.free_lags, model.model.layers[1].self_attn.rsa.free_lags)  # no bit is rounded away
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     adapted = moved(rsa_hf.peft.get_peft_model(copy.deepcopy(base), lora, rsa_config=config).eval())
     adapted.save_pretrained(tmp_path / "adapter")
@@ -135,27 +128,27 @@ def test_a_saved_model_and_an_adapter_have_the_same_amplitudes(tmp_path, config)
     assert torch.equal(loaded(**batch).logits, adapted(**batch).logits)
 
 
-def test_the_report_and_the_picture_have_the_amplitudes(tmp_path):
+def test_the_report_and_the_picture_have_the_free_lags(tmp_path):
     model = moved(patch_model(build("llama"), NAMED))
     report = rsa_report(model)
     [first], (sin, cos) = (layer.heads for layer in report.layers)
-    assert first.amplitude == (pytest.approx(1.0, abs=0.1), 0.0)
-    heads = model.layers[1].self_attn.rsa
-    assert [complex(*each.amplitude) for each in (sin, cos)] == amplitudes(heads)
-    assert f"{complex(*cos.amplitude):+.4f}" in str(report)
+    assert first.free_lags == pytest.approx((1.0, 0.0, 0.0), abs=0.1)
+    assert [*sin.free_lags, *cos.free_lags] == model.layers[1].self_attn.rsa.free_lags.tolist()
+    assert " ".join(f"{weight:+.4f}" for weight in cos.free_lags) in str(report)
     plot_rem(model, tmp_path / "heads.png")
     assert (tmp_path / "heads.png").stat().st_size > 1000
-    assert "amplitude" not in str(rsa_report(patch_model(build("llama"), RSAConfig(**PAPER))))
+    assert "free lags" not in str(rsa_report(patch_model(build("llama"), RSAConfig(**PAPER))))
 
 
-def test_a_config_says_whether_amplitudes_are_learned():
-    assert "learned_amplitude" not in RSAConfig(**PAPER).to_dict()  # earlier versions do not know the word
-    assert RSAConfig.from_dict(LEARNED.to_dict()) == LEARNED and RSAConfig.from_dict(NAMED.to_dict()) == NAMED
-    [spec] = LEARNED.layer_specs([4])
+def test_a_config_says_how_many_lags_are_free():
+    assert "num_free_lags" not in RSAConfig(**PAPER).to_dict()  # earlier versions do not know the word
+    assert RSAConfig.from_dict(FREE.to_dict()) == FREE and RSAConfig.from_dict(NAMED.to_dict()) == NAMED
+    [spec] = FREE.layer_specs([4])
     assert isinstance(spec, LayerSpec) and spec != RSAConfig(**PAPER).layer_specs([4])[0]
-    with pytest.raises(ValueError, match="learned_amplitude=True is needed"):
-        RSAConfig(heads=[HeadConfig(0, 0, "cos", 0.5, 0.5, amplitude=(1.0, 0.0))])
-    with pytest.raises(ValueError, match="amplitude.*for a regular head"):
-        HeadConfig(0, 0, "regular", 0.5, 0.5, amplitude=(1.0, 0.5))
-    with pytest.raises((TypeError, ValueError), match="amplitude"):
-        HeadConfig(0, 0, "cos", 0.5, 0.5, amplitude=(float("nan"), 0.5))
+    for count in (0, 2):
+        with pytest.raises(ValueError, match=f"free_lags=.*: None, or {count} numbers"):
+            RSAConfig(heads=[HeadConfig(0, 0, "cos", 0.5, 0.5, free_lags=(1.0,))], num_free_lags=count)
+    with pytest.raises(ValueError, match="num_free_lags=9: a whole number from 0 to 8"):
+        RSAConfig(num_free_lags=9)
+    with pytest.raises((TypeError, ValueError), match="free_lags"):
+        HeadConfig(0, 0, "cos", 0.5, 0.5, free_lags=(float("nan"), 0.5))

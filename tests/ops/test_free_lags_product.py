@@ -1,0 +1,91 @@
+"""P V of REMs whose first weights are free, on every backend, held to two nested loops."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from ops.agreement import values_and_gradients
+from ops.mixed_product import device
+from references import double_loop, lag_weight, relative_error
+from rsa_hf import rem_matrix, rem_product
+
+KINDS = ("regular", "cos", "sin", "cos", "sin", "cos")
+DILATION = (1, 1, 1, 3, 2, 1)
+# A rate of 0, so that nothing but the free lags is left; one near 1; angles of 0 and π.
+DECAY = (-0.9, 0.0, 0.7, 0.5, 1 - 1e-6, 0.8)
+THETA = (0.0, 1.0, 0.3, 2.0, math.pi, 0.0)
+FREE_LAGS = ((1.0, 0.5, 0.0), (1.0, 0.0, -0.5), (0.0, 0.0, 0.0), (-2.0, 0.3, 1.0), (0.1, 0.2, 0.3), (0.0, 1.0, 0.0))
+
+
+def draw(S, dtype):
+    value = torch.randn(2, len(DECAY), S, 3, dtype=dtype, device=device())
+    numbers = (torch.tensor(each, dtype=torch.float64, device=device()) for each in (DECAY, THETA, FREE_LAGS))
+    return [tensor.requires_grad_() for tensor in (value, *numbers)]
+
+
+def weight(described, rate, angle, step):
+    """f at a step of one head, which is described by its kind and its free lags."""
+    kind, free = described
+    return free[step - 1] if step <= len(free) else lag_weight(kind, rate, angle, step)
+
+
+def one_step_late(described, rate, angle, step):
+    return weight(described, rate, angle, step + 1)
+
+
+def backwards(described, rate, angle, step):
+    kind, free = described
+    return weight((kind, free.flip(0)), rate, angle, step)
+
+
+def added_to_the_paper(described, rate, angle, step):
+    kind, free = described
+    return lag_weight(kind, rate, angle, step) + (free[step - 1] if step <= len(free) else 0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("T", "S", "window", "documents"),
+    [(37, 37, None, ()), (21, 40, None, ()), (35, 35, 9, ()), (35, 35, 2, ()), (40, 40, None, (3, 16, 17, 20))],
+)
+def test_free_lags_agree_with_nested_loops(backend, causal, T, S, window, documents):
+    tensors, offset = draw(S, torch.float32 if backend == "triton" else torch.float64), S - T
+    t, s = offset + torch.arange(T)[:, None], torch.arange(S)
+    seen = (t - s).abs() < (window or S)
+    masks = {"query_length": T, "causal": causal, "sliding_window": window}
+    key_mask = torch.ones(2, S, dtype=torch.bool)
+    key_mask[1, S // 2] = False
+    ids = (s[:, None] >= torch.tensor([*documents, S])).sum(1)
+    if documents:
+        masks["documents"] = ids.expand(2, -1).to(device())
+        seen = seen & (ids[t] == ids[s])
+    visible = seen & key_mask[:, None, None]
+
+    def product(value, decay, theta, free_lags):
+        where = {**masks, "key_mask": key_mask.to(device())}
+        return rem_product(value, KINDS, decay, theta, DILATION, **where, free_lags=free_lags)
+
+    def loops(weight, value, decay, theta, free_lags):
+        described = [*zip(KINDS, free_lags, strict=True)]
+        return double_loop(value, described, decay, theta, DILATION, T, offset, causal, visible, weight)
+
+    found = [each.cpu() for each in values_and_gradients(product, tensors)]
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    names = ("P V", "dV", "d decay", "d theta", "d free lags")
+    expected = values_and_gradients(functools.partial(loops, weight), exact)
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, found, expected, strict=True)}
+    assert max(errors.values()) < (1e-4 if backend == "triton" else 1e-9), errors
+    value, decay, theta, free_lags = exact
+    sizes = {"query_length": T, "key_length": S, "causal": causal, "free_lags": free_lags}
+    P = rem_matrix(KINDS, decay, theta, DILATION, **sizes)
+    assert relative_error(torch.where(visible, P, 0) @ value, expected[0]) < 1e-9
+    for broken in (one_step_late, backwards, added_to_the_paper):
+        wrong = loops(broken, *exact)
+        assert relative_error(found[0], wrong) > 1e-2, broken.__name__
+
+
+def test_free_lags_of_a_wrong_shape_are_refused():
+    with pytest.raises(ValueError, match=r"free_lags has shape \(2, 9\): \[1, K\] with K from 1 to 8 is needed"):
+        rem_product(torch.randn(1, 1, 4, 2), "cos", 0.5, free_lags=torch.ones(2, 9))
