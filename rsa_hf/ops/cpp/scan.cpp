@@ -52,13 +52,13 @@ struct Learned {
 // Mirrored by `PROBLEM` in launch.py.
 struct Problem {
   Index rows, heads, keys, queries, channels, query_offset, num_key_value_groups, is_causal, threads;
-  Index window;             // positions that a query sees back, itself included; 0: all
+  Index window;                  // positions that a query sees back, itself included; 0: all
   const std::uint8_t* key_mask;  // [rows, keys], 0 where a key is hidden; or null
   Index key_mask_row;
   const Index* documents;  // [rows, keys]; or null
   Index documents_row;
-  const Row* layout;       // [heads], ascending
-  double scale;            // of what is learned; 0: the gates and the rates themselves
+  const Row* layout;                           // [heads], ascending
+  double scale;                                // of what is learned; 0: gates and rates are given themselves
   Index free_lags_of_head;                     // K
   Learned mu, eta, nu, theta, free_lags;       // without `mu` P V alone is computed
   Learned dmu, deta, dnu, dtheta, dfree_lags;  // gradients, which are added
