@@ -21,11 +21,10 @@ from transformers.utils import logging
 
 from rsa_hf.config import LayerSpec
 from rsa_hf.ops.autograd import solve
-from rsa_hf.ops.decode import DecodingCache
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import Learned, Problem, rems_and_gate
 from rsa_hf.ops.shard import Shard, sum_gradients
-from rsa_hf.rem import Rems, decay_rates, is_transformed
+from rsa_hf.rem import Rems, decay_rates
 
 logger = logging.get_logger(__name__)
 
@@ -44,9 +43,6 @@ class RSAHeads(nn.Module):
     * `free_lags`: f(kd) for the steps k = 1 … K of the first RSA head, then of the second, and so on.
 
     A parameter is None if the spec has no heads for it.
-
-    While a model generates token by token, the weights f(τ) are kept from step to step (`DecodingCache`), and computed
-    again when a parameter changes. Writes through `.data` are not noticed on a GPU: call `reset_cache()` after them.
 
     Args:
         spec: the heads of this layer.
@@ -70,7 +66,6 @@ class RSAHeads(nn.Module):
             # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
-        self._cache = DecodingCache()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -117,9 +112,6 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
-        # First, and with few checks: between two tokens all of this leaves the processor's caches.
-        if (mixed := self._cache.compiled_step(self, attention, value, mask)) is not None:
-            return mixed
         last, H = self.spec.heads[-1], attention.shape[2]
         total = H if shard is None else H * shard.size
         if last >= total or H % value.shape[1]:
@@ -148,21 +140,7 @@ class RSAHeads(nn.Module):
             layout = layout.of_run(shard.heads(H))
             if not layout.rows:
                 return attention
-        problem = Problem(value, attention, learned, layout, H // value.shape[1], mask)
-        is_step = mask.query_length == 1 and mask.key_length > 1 and mask.causal
-        if is_step and not self._is_trained(value):
-            return self._cache.step(self, problem)
-        self.reset_cache()
-        return solve(problem)
-
-    def reset_cache(self) -> None:
-        """Forget the weights kept for generation; needed on a GPU, after writes through `.data` between two tokens."""
-        self._cache.reset()
-
-    def _is_trained(self, value: Tensor) -> bool:
-        return is_transformed() or (
-            torch.is_grad_enabled() and (value.requires_grad or any(p.requires_grad for p in self.parameters()))
-        )
+        return solve(Problem(value, attention, learned, layout, H // value.shape[1], mask))
 
     def rems_and_gate(self) -> tuple[Rems, Tensor]:
         """The REMs and the gate of each head, (R,), in float64 where the device has it."""
@@ -184,19 +162,12 @@ class RSAHeads(nn.Module):
                 return moved
             return tensor.to(moved.device)
 
-        self.reset_cache()  # parameters may get other values at the same address
         had_values = not self.mu.is_meta
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         if not (had_values or self.mu.is_meta) and type(self.mu) is nn.Parameter:
             # to_empty() leaves the memory as it was. A DTensor is filled by whoever sharded it.
             self.reset_parameters()
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_cache": DecodingCache()})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """The spec, in `print(model)`."""

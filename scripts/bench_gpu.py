@@ -60,6 +60,7 @@ from triton_interpreter import repair_interpreter
 
 from rsa_hf import RSAConfig, patch_model, rem_matrix, rem_product
 from rsa_hf.layer import RSAHeads
+from rsa_hf.ops import autograd
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.problem import Learned, Problem
@@ -197,9 +198,9 @@ class Bench:
             output = solve(changed)
             return [output, *torch.autograd.grad(output, tensors, weights)]
 
-        os.environ["RSA_HF_BACKEND"] = "pytorch"
+        autograd.REQUESTED = "pytorch"
         expected = run([tensor.double() for tensor in given], weights.double())
-        os.environ["RSA_HF_BACKEND"] = "triton"
+        autograd.REQUESTED = "triton"
         names = ("output", "dV", "d attention", "d mu", "d eta", "d nu", "d theta")
         worst = 0.0
         for name, a, b in zip(names, run(given, weights), expected, strict=True):
@@ -555,7 +556,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no further row is begun")
     options = parser.parse_args()
-    os.environ["RSA_HF_BACKEND"] = "triton"
+    autograd.REQUESTED = "triton"
     sizes = DrySizes() if options.dry else Sizes()
     rows = rows_of(sizes)
     if not options.dry and not torch.cuda.is_available():

@@ -38,7 +38,7 @@ def test_version_0_1_has_fixtures():
 @pytest.mark.parametrize("folder", MODELS, ids=lambda path: f"{path.parent.name}-{path.name}")
 @torch.no_grad()
 def test_a_model_gives_the_same_outputs_and_other_ones_when_a_gate_or_rate_changes(folder, backend, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     inputs, expected = load_file(folder / "inputs.safetensors"), load_file(folder / "expected.safetensors")
     model = load_model(folder)
     assert differing(outputs(model, inputs), expected) == []

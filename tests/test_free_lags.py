@@ -76,7 +76,7 @@ def moved(model):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "roberta"])
 @pytest.mark.parametrize("config", [FREE, NAMED], ids=["counted", "named"])
 def test_a_model_computes_p_as_written_out(monkeypatch, family, config, backend):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     model, batch = moved(patch_model(build(family), config)), padded_inputs()
     real = batch["attention_mask"].bool()
     found = model(**batch).last_hidden_state[real]

@@ -3,7 +3,6 @@
 import copy
 from functools import lru_cache
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from families import ENCODER_DECODERS, FULL_PLAN, build, inputs, patched
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.ops.cpp import build as cpp_build
-from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
@@ -32,7 +30,7 @@ def new_heads():
     return RSAHeads(RSAConfig(**FULL_PLAN).layer_specs([8])[0])
 
 
-# --- weights kept for generation ------------------------------------------------------------------------------------
+# --- nothing is kept for generation ---------------------------------------------------------------------------------
 
 
 def parametrize(heads):
@@ -42,16 +40,9 @@ def parametrize(heads):
         nn.utils.parametrize.register_parametrization(heads, "nu", nn.Tanh())
 
 
-def with_gaps(values):
-    return torch.stack([values] * 2, dim=1)[:, 0]
-
-
 CHANGES = {
     "through data": lambda heads: heads.nu.data.add_(0.02),
-    "through numpy": lambda heads: numpy.add(heads.nu.detach().numpy(), 0.02, out=heads.nu.detach().numpy()),
-    "new data with gaps": lambda heads: setattr(heads.nu, "data", with_gaps(heads.nu.data + 0.02)),
     "new parameter": lambda heads: setattr(heads, "nu", nn.Parameter(heads.nu.detach() + 0.02)),
-    "load": lambda heads: heads.load_state_dict({name: value + 0.02 for name, value in heads.state_dict().items()}),
     "parametrize": parametrize,
 }
 
@@ -70,10 +61,9 @@ def step_of(heads, padded):
 @pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     heads = new_heads()
     before = step_of(heads, padded)
-    assert torch.equal(step_of(heads, padded), before)
     for _ in range(2):
         change(heads)
         fresh = RSAHeads(heads.spec)
@@ -81,29 +71,6 @@ def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatc
             getattr(fresh, name).copy_(getattr(heads, name))
         assert torch.equal(step_of(heads, padded), step_of(fresh, padded))
         assert not torch.allclose(step_of(heads, padded), before)
-
-
-def test_a_change_of_inference_tensors():
-    with torch.inference_mode():
-        heads = new_heads()
-        before = step_of(heads, False)
-        heads.mu.add_(0.5)
-        assert not torch.allclose(step_of(heads, False), before)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@torch.no_grad()
-def test_on_a_gpu_a_generation_with_a_static_cache_keeps_nothing_from_the_one_before():
-    heads = new_heads().cuda()
-    attention, value = torch.randn(2, 1, 8, 4, device="cuda"), torch.randn(2, 8, S, 4, device="cuda")
-
-    def steps(heads, lengths):
-        return torch.stack([heads(attention, value[:, :, :n], AttentionMask(1, n, n - 1, True)) for n in lengths])
-
-    for lengths in ([S, S, S], range(S - 4, S)):
-        steps(heads, lengths)
-        CHANGES["through data"](heads)
-        torch.testing.assert_close(steps(heads, lengths), steps(copy.deepcopy(heads), lengths), rtol=1e-5, atol=1e-6)
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
@@ -216,7 +183,7 @@ def test_other_dispatch_modes_see_the_recurrence(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 @pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     model, batch = build(family), inputs(family)
     if family not in ENCODER_DECODERS:
         batch["attention_mask"] = (torch.arange(11) >= 3).long().expand(2, -1)

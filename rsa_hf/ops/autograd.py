@@ -1,8 +1,9 @@
 """P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
 
-`RSA_HF_BACKEND=pytorch|cpp|triton` chooses the code. By default it is Triton on a GPU that can run it, C++ on a CPU if
-there is a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and Triton does not support
-sliding windows; PyTorch computes those under every setting.
+`RSA_HF_BACKEND=pytorch|cpp|triton`, which is read once, chooses the code. By default it is Triton on a GPU that can
+run it, C++ on a CPU if there is a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and
+Triton supports sliding windows and queries after cached keys only for a single query; PyTorch computes those under
+every setting.
 
 `product_in_pytorch` is differentiated by PyTorch itself, any number of times and in every mode. C++ and Triton have
 their first derivatives in an `autograd.Function`; for all others (a backward pass with `create_graph=True`, forward
@@ -36,6 +37,7 @@ from rsa_hf.rem import is_recorded, is_transformed
 
 BACKENDS = ("pytorch", "cpp", "triton")
 VARIABLE = "RSA_HF_BACKEND"
+REQUESTED = os.environ.get(VARIABLE, "")  # asking at each call would take as long as a small operation
 
 Gradients = tuple[Tensor | None, ...]  # of `Problem.tensors`
 
@@ -44,7 +46,11 @@ def solve(problem: Problem) -> Tensor:
     """The output of a problem: P V, or eq. 4."""
     if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
         return _in_pytorch(problem)
+    if is_recorded() and problem.mask.is_step:  # a compiler makes few kernels of it
+        return _in_pytorch(problem)
     if not is_recorded():
+        if problem.value.is_cpu:
+            problem = problem._replace(mask=problem.mask.with_known_position())
         path = _path(problem)
         if path == "pytorch":
             return _in_pytorch(problem)
@@ -67,9 +73,15 @@ def solve(problem: Problem) -> Tensor:
 def _path(problem: Problem) -> str:
     """The backend, or `"pytorch"` where that does not take the mask."""
     backend, mask = choose_backend(problem), problem.mask
-    if mask.has_few_queries or problem.value.numel() == 0 or mask.visible is not None:
+    if problem.value.numel() == 0:
         return "pytorch"
-    return "pytorch" if backend == "triton" and mask.sliding_window is not None else backend
+    if backend == "triton" and mask.is_step and mask.documents is None:
+        is_row = mask.query_position is not None and mask.visible is not None and mask.visible.shape[1] == 1
+        return "triton" if is_row or mask.visible is None else "pytorch"
+    if mask.visible is not None:
+        return "pytorch"
+    is_left_out = mask.has_few_queries or mask.sliding_window is not None
+    return "pytorch" if backend == "triton" and is_left_out else backend
 
 
 def choose_backend(problem: Problem) -> str:
@@ -79,8 +91,8 @@ def choose_backend(problem: Problem) -> str:
         ValueError: RSA_HF_BACKEND is none of BACKENDS.
         RuntimeError: RSA_HF_BACKEND is cpp or triton, which cannot run here.
     """
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen not in ("", *BACKENDS):
+    chosen = REQUESTED
+    if chosen and chosen not in BACKENDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
     backend = chosen or {"cpu": "cpp", "cuda": "triton"}.get(problem.value.device.type, "pytorch")
     if backend == "pytorch":
@@ -127,7 +139,7 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
     """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
     if path == "cpp":
         return cpp_backward(grad, problem)
-    if path == "triton":
+    if path == "triton" and problem.mask.visible is None and problem.mask.sliding_window is None:
         from rsa_hf.ops.triton.launch import triton_backward
 
         return triton_backward(grad, problem)

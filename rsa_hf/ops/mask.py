@@ -74,6 +74,18 @@ class AttentionMask:
         return self.query_length <= FEW_QUERIES and self.query_length < self.key_length
 
     @property
+    def is_step(self) -> bool:
+        """Whether it is of a single causal query after cached keys."""
+        return self.query_length == 1 < self.key_length and self.causal
+
+    def with_known_position(self) -> AttentionMask:
+        """The mask of a single query, whose position only its row says, with a number; this waits for the device."""
+        if self.query_position is None or self.visible is None or self.visible.shape[1] > 1:
+            return self
+        row = self.visible[:, 0, 0]
+        return AttentionMask(1, self.key_length, int(self.query_position), self.causal, key_mask=row)
+
+    @property
     def seen_length(self) -> int:
         """Number of keys that some query may see: not the slots of a static cache after the last causal query."""
         return self.query_offset + self.query_length if self.causal else self.key_length

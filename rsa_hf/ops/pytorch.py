@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rsa_hf.ops.decode import decode
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.read_mask import read_traced
 from rsa_hf.rem import (
@@ -54,7 +55,9 @@ def product_in_pytorch(
     # Here, so that the gradients of heads that share a value head are summed before they are rounded.
     value = value.to(working_dtype(value))
     is_arbitrary = mask.visible is not None or mask.unread_mask is not None
-    compute = _dense if is_arbitrary or mask.has_few_queries or value.numel() == 0 else _chunked
+    is_small = mask.has_few_queries or value.numel() == 0
+    is_known = mask.unread_mask is None or mask.query_position is not None
+    compute = decode if mask.is_step and is_known else _dense if is_arbitrary or is_small else _chunked
     product = compute(value, rems, mask)
     return product if attention is None or gate is None else mix(attention, product, gate, rems.heads)
 

@@ -50,7 +50,7 @@ def dense(shift=0):
 def test_a_model_agrees_with_dense_p(family, backend, monkeypatch):
     if backend == "cpp" and isinstance(library(), str):
         pytest.skip(library())
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     model, batch = patch_model(build(family), NAMED), padded_inputs(family)
     real = slice(None) if family == "t5" else batch["attention_mask"].bool()
     found = model(**batch).last_hidden_state[real]

@@ -26,9 +26,9 @@ from rsa_hf.ops.triton.tuning import Tuning, candidates
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x")  # (pointer, three strides)
 LEARNED = ("learned", "dlearned")  # five pointers
-INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32"}
+INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "position": "*i64"}
 MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
-SIZES = {"forward": 8, "backward": 8, "splits": 6}
+SIZES = {"forward": 8, "backward": 8, "splits": 6, "step": 2}
 BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "lags": 0, "splits": 1, "scale": 20.0}
 
 
@@ -54,6 +54,10 @@ def variants():
         tuning = Tuning(64, 256, 1, 1)
         yield f"learned_{lags}", "learned", torch.float32, tuning, 64, BARE | {"lags": lags}
 
+    for known in (True, False):
+        tuning, flags = Tuning(64, 64, 4, 1), BARE | {"lags": 3, "masked": not known}
+        yield f"step_{'slice' if known else 'row'}", "step", torch.bfloat16, tuning, 64, flags
+
 
 def compiled(kernel, dtype, tuning, head_size, flags):
     function = getattr(launch, f"{kernel}_kernel")
@@ -71,6 +75,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         "SHAPE": shape,
         "BACKWARD": not shape.masked,
         "HEADS": 16,
+        "KNOWN": not shape.masked,
         "BLOCK": 32,
     }
     signature, constexprs, attributes = {}, {}, {}
@@ -91,7 +96,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
             signature[name] = ("i32",) * SIZES[kernel]
         elif name == "counts":
             signature[name] = ("i32",) * 3
-        elif name in ("length", "num_heads", "parts", "longest"):
+        elif name in ("length", "num_heads", "parts", "longest", "place", "farthest"):
             signature[name] = "i32"
         else:
             signature[name] = INTEGERS.get(name, "*fp32")

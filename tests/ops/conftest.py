@@ -24,5 +24,5 @@ def backend(request, monkeypatch):
         kernels_under_test.use_small_chunks(monkeypatch)
     if request.param == "cpp" and isinstance(library(), str):
         pytest.skip(library())
-    monkeypatch.setenv("RSA_HF_BACKEND", request.param)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", request.param)
     return request.param

@@ -14,7 +14,7 @@ repair_interpreter()
 
 def use_small_chunks(monkeypatch):
     """Use the kernels, in chunks of 16, so that short texts have several."""
-    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
     monkeypatch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(16, block_of(D, 32), 4, 2)])
 
 

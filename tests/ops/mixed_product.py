@@ -1,11 +1,11 @@
 """P V mixed into attention: inputs, and their values and gradients against dense P in float64, for each backend."""
 
 import math
-import os
 
 import torch
 
 from references import relative_error
+from rsa_hf.ops import autograd
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.problem import from_rems
@@ -24,7 +24,7 @@ SUMS = ("ddecay", "dtheta", "dgate")
 
 def device():
     """Where the backend that the test has chosen is tried."""
-    on_gpu = torch.cuda.is_available() and os.environ.get("RSA_HF_BACKEND") == "triton"
+    on_gpu = torch.cuda.is_available() and autograd.REQUESTED == "triton"
     return torch.device("cuda" if on_gpu else "cpu")
 
 

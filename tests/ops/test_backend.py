@@ -20,7 +20,7 @@ HEADS = ("regular", "cos")
 @pytest.fixture(autouse=True)
 def fresh_choice(monkeypatch):
     """Start without a chosen backend, and with empty caches."""
-    monkeypatch.delenv("RSA_HF_BACKEND", raising=False)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "")
     remembered = (triton._obstacle_of_device, autograd._warn_once)
     for function in remembered:
         function.cache_clear()
@@ -49,13 +49,13 @@ def test_a_cpu_uses_cpp_if_it_can_without_a_warning():
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "cuda")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "cuda")
     with pytest.raises(ValueError, match="='cuda': choose from pytorch, cpp, triton"):
         rem_product(problem().value, HEADS, 0.5)
 
 
 def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(RuntimeError, match=r"triton ≥ 3.6 cannot be imported .*rsa_hf\[gpu\].*choose pytorch"):
         rem_product(problem().value, HEADS, 0.5)
@@ -71,7 +71,7 @@ def test_choosing_triton_without_the_package_is_an_error(monkeypatch):
 )
 def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change, message):
     pytest.importorskip("triton")
-    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
     refused = problem(*change(problem().value, torch.randn(1, 20, 2, 16), torch.ones(2)))
     with pytest.raises(RuntimeError, match=message):
         autograd.choose_backend(refused)

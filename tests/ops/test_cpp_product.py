@@ -27,7 +27,7 @@ def problem(value):
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "cpp")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "cpp")
 
 
 @needs_compiler
@@ -86,7 +86,7 @@ def test_without_it_plain_pytorch_computes_the_same(monkeypatch, freshly_compile
     value, decay, theta, *_ = draw(20)
     with pytest.raises(RuntimeError, match=f"RSA_HF_BACKEND=cpp cannot run: .*{reason}.*choose pytorch"):
         rem_product(value, KINDS, decay, theta)
-    monkeypatch.delenv("RSA_HF_BACKEND")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "")
     used = record_calls(monkeypatch, autograd, "product_in_pytorch", "cpp_forward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

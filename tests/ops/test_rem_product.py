@@ -14,7 +14,7 @@ from rsa_hf.ops.reference import dense_rem_product, recurrent_rem_product
 def backend(request, monkeypatch):
     if request.param == "cpp" and isinstance(library(), str):
         pytest.skip(library())
-    monkeypatch.setenv("RSA_HF_BACKEND", request.param)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", request.param)
     return request.param
 
 

@@ -33,8 +33,8 @@ def assert_fits_the_chip(found):
 
 
 def test_the_main_kernels_fit_the_chip():
-    found = compile_for_hopper("everything", "powers", "learned")
-    assert len(found) == 6
+    found = compile_for_hopper("everything", "powers", "learned", "step")
+    assert len(found) == 8
     assert_fits_the_chip(found)
 
 

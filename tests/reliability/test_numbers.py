@@ -149,7 +149,7 @@ def require_right(problem, roundings=64, floor=0.0):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     tried, dtypes, sizes = Counter(), DTYPES, SIZES
     if backend == "triton":
         pytest.importorskip("triton")
@@ -174,7 +174,7 @@ def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_shared_values_are_rounded_once(backend, dtype, monkeypatch):
     """The gradient from each head is out of the range of float16. Their sum is not."""
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     T, large = 40, 60_000.0
     value = torch.zeros(1, 1, T, 2, dtype=dtype)
     weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)
@@ -202,7 +202,7 @@ HEADS = [
     ("dtype", "is_broken"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
 def test_long_texts_in_float32_agree_with_float64(dtype, is_broken, backend, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", backend)
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     kinds, rates, angles, dilation = zip(*HEADS, strict=True)
     rates, angles = torch.tensor(rates), torch.tensor(angles)
     value, weights = torch.randn(2, 1, len(HEADS), LONG, 1, generator=torch.Generator().manual_seed(0))

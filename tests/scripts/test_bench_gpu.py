@@ -44,12 +44,12 @@ def test_a_row_that_fails_loses_no_other(bench, tmp_path):
 
 
 def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
-    monkeypatch.setenv("RSA_HF_BACKEND", "triton")
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
     original = bench.solve
 
     def slightly_wrong(*arguments):
         output = original(*arguments)
-        return output * (1.1 if os.environ["RSA_HF_BACKEND"] == "triton" else 1)
+        return output * (1.1 if bench.autograd.REQUESTED == "triton" else 1)
 
     monkeypatch.setattr(bench, "solve", slightly_wrong)
     with pytest.raises(SystemExit, match=r"output is off by .*nothing is reported"):

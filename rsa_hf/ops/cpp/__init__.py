@@ -42,15 +42,16 @@ from rsa_hf.ops.problem import Problem
 
 __all__ = ["obstacle"]
 
+_OF_PYTORCH = (Tensor, torch.nn.Parameter)
+
 
 def obstacle(problem: Problem) -> str | None:
     """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
     for tensor in problem.tensors:
-        if tensor is None:
+        if tensor is None or (tensor.is_cpu and type(tensor) in _OF_PYTORCH):
             continue
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return f"a tensor is on {tensor.device}, and it is for CPUs"
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"a tensor is a {type(tensor).__name__}, whose memory cannot be read"
+        return f"a tensor is a {type(tensor).__name__}, whose memory cannot be read"
     found = library()
     return found if isinstance(found, str) else None

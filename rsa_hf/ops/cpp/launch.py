@@ -23,12 +23,13 @@ _NO_GRADIENTS = Learned(*[None] * 5)
 
 def cpp_forward(problem: Problem) -> Tensor:
     """The output of a problem without `visible`."""
+    function = "queries" if problem.mask.has_few_queries else "forward"
     dtype, output, attention = working_dtype(problem.value), empty_output(problem), problem.attention
     mixed = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
     if attention is not None:
         attention = in_dtype(attention, dtype)
         copy_other_heads(attention, mixed, problem.layout.heads)
-    _call("forward", dtype, problem, (attention, mixed, None, None), None, _NO_GRADIENTS)
+    _call(function, dtype, problem, (attention, mixed, None, None), None, _NO_GRADIENTS)
     return in_dtype(mixed, output.dtype)
 
 
@@ -63,7 +64,7 @@ def _call(
     """Call the C++ for numbers of a dtype.
 
     Args:
-        function: `"forward"` or `"backward"`.
+        function: `"forward"`, `"queries"` or `"backward"`.
         dtype: that of all tensors but those of the problem.
         problem: the problem.
         layers: attention, output, grad and dattention, [B, T, H, D] each, without attention [B, H, T, D].

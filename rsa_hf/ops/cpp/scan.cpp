@@ -1,5 +1,5 @@
 // P V, mixed into attention, and its gradients, step by step: the recurrence of __init__.py as it stands there.
-// launch.py calls `forward_*` and `backward_*` through a C interface, so no header of Python or PyTorch is needed.
+// launch.py calls the functions at the end through a C interface, so no header of Python or PyTorch is needed.
 
 #include <algorithm>
 #include <cmath>
@@ -32,6 +32,7 @@ struct Row {
 
 constexpr Index REGULAR = 0, SIN = 2;
 constexpr Index MOST_FREE_LAGS = 8;
+constexpr double NEGLIGIBLE = 0x1p-30;  // of the largest value, in P V: below what float32 resolves
 
 // Numbers that are learned, in float32 or float64.
 struct Learned {
@@ -569,63 +570,64 @@ void add_gradients(const Problem& p, const std::vector<Sums>& of_rows) {
   }
 }
 
-// Mirrored by `STEP` in step.py: one query after cached keys.
-struct Step {
-  Index rows, heads, all_heads, num_key_value_groups, channels;
-  Index position;  // of the query, on the axis of the keys
-  Index farthest;  // lag that it sees
-  const Index *dilation, *reach;  // [heads]; reach: the lag beyond which nothing matters
-  const Index* indices;           // [heads]: of each among all heads, ascending
-  const void* weights;            // [heads, weights_head]: f(τ) at the lags 0, 1, …
-  Index weights_head;
-  const double* gate;  // [heads]
-  Tensor value, attention, output;
-};
-
-// `count` ≤ 4 groups of channels side by side, so that a key is read as a whole, in the order of memory.
+// g f(kd) at the steps k = 1, 2, … as far as they matter: all beyond k add ρ^{k+1} / (1 − ρ) at most, with ρ = |z|.
 template <typename Number>
-void step_channels(const Step& p, Index b, Index h, Index first, Index channels, Index count) {
-  constexpr Index WIDTH = Lanes<Number>::COUNT;
-  const auto* weights = static_cast<const Number*>(p.weights) + h * p.weights_head;
-  const Index index = p.indices[h];
-  const auto* query = p.value.at<const Number>(b, index / p.num_key_value_groups, first) + p.position * p.value.position;
-  const Index dilation = p.dilation[h], farthest = std::min(p.reach[h], p.farthest);
-  Lanes<Number> y[4];
-  for (Index lag = farthest / dilation * dilation; lag > 0; lag -= dilation) {
-    const auto* key = query - lag * p.value.position;
-    for (Index i = 0; i < count; i++)
-      y[i] = y[i] + weights[lag] * Lanes<Number>::load(key + i * WIDTH, std::min(channels - i * WIDTH, WIDTH));
+std::vector<Number> weights_of_steps(const Head& head, Index longest) {
+  std::vector<Number> weights;
+  const double rho = std::abs(head.z);
+  std::complex<double> power = head.unit;
+  for (Index k = 0; k < longest; k++) {
+    if (k >= head.free_lags && std::abs(power) <= NEGLIGIBLE * (1 - rho)) break;
+    power *= head.z;
+    const double added = k < head.free_lags ? head.added[k] : 0;
+    weights.push_back(Number(head.gate.value * (power.real() + added)));
   }
-  const Number gate = Number(p.gate[h]), rest = 1 - gate;
-  const auto* attention = p.attention.at<const Number>(b, index, first);
-  auto* output = p.output.at<Number>(b, index, first);
-  for (Index i = 0; i < count; i++) {
-    const Index width = std::min(channels - i * WIDTH, WIDTH);
-    const auto mixed = rest * Lanes<Number>::load(attention + i * WIDTH, width) + gate * y[i];
-    mixed.store(output + i * WIDTH, width);
+  return weights;
+}
+
+// One query from the keys it reads, for GROUPS groups of channels side by side: a key is read as a whole, in the order
+// of memory, and with the number known to the compiler the sums stay in registers.
+template <typename Number, Index GROUPS>
+void query_channels(const Problem& p, const Head& head, const std::vector<Number>& weights, Index query, Index first,
+                    Index channels) {
+  const Index position = p.query_offset + query;
+  const auto* value = p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, first);
+  static constexpr Index WIDTH = Lanes<Number>::COUNT;
+  const auto width = [channels](Index i) { return std::min(channels - i * WIDTH, Index(WIDTH)); };
+  Lanes<Number> y[GROUPS];
+  for (Index side : {-1, 1}) {
+    if (side > 0 && p.is_causal) break;
+    const Index room = (side < 0 ? position : p.keys - 1 - position) / head.dilation;
+    Index farthest = std::min(Index(weights.size()), room);
+    if (head.window) farthest = std::min(farthest, head.window - 1);
+    for (Index k = farthest; k > 0; k--) {
+      const Index key = position + side * k * head.dilation;
+      if (!head.is_seen(key) || (head.documents && head.documents[key] != head.documents[position])) continue;
+      const auto* x = value + key * p.value.position;
+      for (Index i = 0; i < GROUPS; i++) y[i] = y[i] + weights[k - 1] * Lanes<Number>::load(x + i * WIDTH, width(i));
+    }
+  }
+  const Number rest = 1 - Number(head.gate.value);
+  const auto* attention = p.attention.at<const Number>(head.row, head.index, first) + query * p.attention.position;
+  auto* output = p.output.at<Number>(head.row, head.index, first) + query * p.output.position;
+  for (Index i = 0; i < GROUPS; i++) {
+    if (p.attention.data) y[i] = rest * Lanes<Number>::load(attention + i * WIDTH, width(i)) + y[i];
+    y[i].store(output + i * WIDTH, width(i));
   }
 }
 
 template <typename Number>
-void step_head(const Step& p, Index b, Index h) {
+void query_heads(const Problem& p, Index b, Index begin, Index end) {
   constexpr Index WIDTH = Lanes<Number>::COUNT;
-  Index first = 0;
-  // With the number known to the compiler, y stays in registers.
-  for (; first + 4 * WIDTH <= p.channels; first += 4 * WIDTH) step_channels<Number>(p, b, h, first, 4 * WIDTH, 4);
-  for (; first < p.channels; first += WIDTH)
-    step_channels<Number>(p, b, h, first, std::min(p.channels - first, WIDTH), 1);
-}
-
-template <typename Number>
-void step(const Step& p) {
-  for (Index b = 0; b < p.rows; b++) {
-    for (Index index = 0, h = 0; index < p.all_heads; index++) {
-      if (h < p.heads && p.indices[h] == index) {
-        step_head<Number>(p, b, h++);
-      } else {
-        const auto* attention = p.attention.at<const Number>(b, index, 0);
-        std::copy(attention, attention + p.channels, p.output.at<Number>(b, index, 0));
-      }
+  for (Index h = begin; h < end; h++) {
+    const Head head(p, b, h);
+    const auto weights = weights_of_steps<Number>(head, p.keys / head.dilation);
+    for (Index query = 0; query < p.queries; query++) {
+      Index first = 0;
+      for (; first + 4 * WIDTH <= p.channels; first += 4 * WIDTH)
+        query_channels<Number, 4>(p, head, weights, query, first, 4 * WIDTH);
+      for (; first < p.channels; first += WIDTH)
+        query_channels<Number, 1>(p, head, weights, query, first, p.channels - first);
     }
   }
 }
@@ -649,6 +651,12 @@ void forward(const Problem& p) {
   in_parallel(p, [&p](auto... part) { forward_heads<Number>(p, part...); });
 }
 
+// The same for a few queries, which read the keys within reach and carry no states.
+template <typename Number>
+void queries(const Problem& p) {
+  in_parallel(p, [&p](auto... part) { query_heads<Number>(p, part...); });
+}
+
 template <typename Number>
 void backward(const Problem& p) {
   std::vector<Sums> sums(p.rows * p.heads);
@@ -663,6 +671,6 @@ void forward_float32(const Problem* p) { forward<float>(*p); }
 void forward_float64(const Problem* p) { forward<double>(*p); }
 void backward_float32(const Problem* p) { backward<float>(*p); }
 void backward_float64(const Problem* p) { backward<double>(*p); }
-void step_float32(const Step* p) { step<float>(*p); }
-void step_float64(const Step* p) { step<double>(*p); }
+void queries_float32(const Problem* p) { queries<float>(*p); }
+void queries_float64(const Problem* p) { queries<double>(*p); }
 }

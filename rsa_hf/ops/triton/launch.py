@@ -16,16 +16,18 @@ from rsa_hf.ops.problem import Layout, Learned, Problem
 from rsa_hf.ops.triton.backward import backward_kernel, learned_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
 from rsa_hf.ops.triton.states import splits_kernel
+from rsa_hf.ops.triton.step import step_kernel
 from rsa_hf.ops.triton.tables import TABLE_ROWS, Shape, powers_kernel
-from rsa_hf.ops.triton.tuning import Tuning, candidates, fastest
+from rsa_hf.ops.triton.tuning import Tuning, block_of, candidates, fastest
 from rsa_hf.rem import kept_constants, other_heads
 
 MOST_SPLITS = 32
+STEPS_AT_A_TIME = 64  # of one query
 CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be handed
 
 
 def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
-    """The output of a problem without a sliding window and `visible`, in float32, bfloat16 or float16.
+    """The output of a problem in float32, bfloat16 or float16: of a step, or one without a window and `visible`.
 
     Args:
         problem: what to compute.
@@ -40,6 +42,9 @@ def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
         _Launch(problem, tuning).forward(output)
 
     with _on(output.device):
+        if problem.mask.is_step:
+            _step(problem, output)
+            return output
         run(tuning or _tuning("forward", run, problem))
     return output
 
@@ -73,6 +78,32 @@ def triton_backward(grad: Tensor, problem: Problem, tuning: Tuning | None = None
     if num_key_value_groups > 1:
         dvalue[:, :, :length] = of_heads.unflatten(1, (-1, num_key_value_groups)).sum(2)
     return dvalue, dattention, *gradients
+
+
+def _step(problem: Problem, output: Tensor) -> None:
+    value, attention, learned, layout, num_key_value_groups, mask = problem
+    B, S, D = len(value), value.shape[2], value.shape[3]
+    row = mask.key_mask if mask.visible is None else mask.visible[:, 0, 0]
+    block, is_mixed = block_of(D), attention is not None
+    flags = (True, is_mixed, row is not None, False, False, layout.num_free_lags, layout.scale)
+    shape = Shape(D, block, triton.cdiv(D, block), STEPS_AT_A_TIME, 1, 0, 1, *flags)
+    heads, _, _ = _plan(layout, (1,) * len(layout.rows), value.device)
+    key_mask = value if row is None else with_rows(row).view(torch.uint8)
+    step_kernel[(B * len(layout.rows) * shape.blocks,)](
+        _strided(value),
+        _strided(value if attention is None else with_rows(attention).transpose(1, 2)),
+        tuple(value if tensor is None else tensor.contiguous() for tensor in learned),
+        _strided(output.transpose(1, 2) if is_mixed else output),
+        (key_mask, key_mask.stride(0) if len(key_mask) > 1 else 0),
+        heads if mask.query_position is None else mask.query_position,
+        heads,
+        (len(layout.rows), num_key_value_groups),
+        mask.query_offset,
+        S if mask.sliding_window is None else mask.sliding_window - 1,
+        SHAPE=shape,
+        KNOWN=mask.query_position is None,
+        num_warps=4,
+    )
 
 
 def _tuning(kernel: str, run: Any, problem: Problem) -> Tuning:

@@ -1,0 +1,73 @@
+"""From the parameters of a layer to its output, and back to their gradients, on every backend, against dense P."""
+
+import math
+
+import pytest
+import torch
+
+from ops.mixed_product import device
+from references import relative_error
+from rsa_hf import RSAConfig, RSAHeads, rem_matrix
+from rsa_hf.ops.mask import AttentionMask
+
+T, H, D = 37, 8, 5
+CONFIGS = {
+    "pairs and a gate": RSAConfig(num_regular=1, num_cyclical_pairs=2, num_dilated_cyclical_pairs=1, dilation=[2, 3]),
+    "gates": RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_per_head=True, parameter_scale=0.7),
+    "free lags": RSAConfig(num_regular=1, num_dilated_cyclical_pairs=2, dilation=3, num_free_lags=2),
+}
+
+
+def layer(config):
+    heads = RSAHeads(config.layer_specs([H])[0])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.1 / heads.spec.parameter_scale
+    return heads.to(device())
+
+
+def dense(heads, attention, value, causal, scale):
+    """Eq. 4 in float64, from the definitions of the parameters."""
+    spec = heads.spec
+    mu, eta, nu, theta = (scale * getattr(heads, name).double() for name in ("mu", "eta", "nu", "theta"))
+    lam, places = torch.tanh(eta), list(spec.rates)
+    decay = torch.cat([lam, torch.sigmoid(nu)])[places]
+    angle = torch.cat([0 * lam, theta])[places]
+    free = None if heads.free_lags is None else heads.free_lags.double().view(len(places), -1)
+    P = rem_matrix(spec.kinds, decay, angle, spec.dilations, query_length=T, causal=causal, free_lags=free)
+    gate = torch.sigmoid(mu).expand(len(places))[:, None]
+    mixed = attention.double().clone()
+    product = P @ value.double().repeat_interleave(2, 1)[:, list(spec.heads)]
+    some = list(spec.heads)
+    mixed[:, :, some] = (1 - gate) * mixed[:, :, some] + gate * product.transpose(1, 2)
+    return mixed
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.usefixtures("backend")
+def test_gradients_of_the_parameters_agree_with_dense_p(config, causal):
+    heads = layer(config)
+    attention = torch.randn(2, T, H, D, device=device(), requires_grad=True)
+    value = torch.randn(2, H // 2, T, D, device=device(), requires_grad=True)
+    weights, tensors = torch.randn(2, T, H, D, device=device()), [*heads.parameters(), attention, value]
+    output = heads(attention, value, AttentionMask(T, T, 0, causal))
+    found = torch.autograd.grad(output, tensors, weights)
+    scale = heads.spec.parameter_scale
+    exact = dense(heads, attention, value, causal, scale)
+    assert relative_error(output, exact) < 1e-5
+    for a, b in zip(found, torch.autograd.grad(exact, tensors, weights.double()), strict=True):
+        assert a.dtype == b.dtype == torch.float32 and relative_error(a, b) < 1e-4
+    # The control: with another scale of the parameters nothing agrees.
+    assert relative_error(output, dense(heads, attention, value, causal, 1.1 * scale)) > 1e-3
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_shut_gate_passes_nothing_back_to_rates():
+    heads = layer(RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=-math.inf))
+    attention, value = torch.randn(1, T, H, D, device=device()), torch.randn(1, H, T, D, device=device())
+    output = heads(attention, value, AttentionMask(T, T, 0, True))
+    assert torch.equal(output, attention)
+    output.square().sum().backward()
+    assert all(bool((parameter.grad == 0).all()) for parameter in heads.parameters())
