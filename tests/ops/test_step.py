@@ -59,7 +59,7 @@ def expected_step(heads, attention, value, position=S - 1, visible=None):
 @pytest.mark.parametrize("make", [layer, named_layer])
 def test_a_step_agrees_with_dense_p(backend, dtype, tolerance, H, Hv, D, make):
     if backend == "triton" and dtype == torch.float64:
-        pytest.skip("its kernels take no float64")
+        dtype, tolerance = torch.float16, 3e-3  # its kernels take no float64
     heads, (attention, value), slots = make(H).to(device()), tensors(H, Hv, D, dtype), torch.arange(S, device=device())
     padding = slots >= torch.tensor([[7], [0]], device=device())
     masks = {
