@@ -7,7 +7,8 @@ The rule was written before the runs:
    convolution over four tokens. The list was made after trying some of them by hand, on associative recall and on
    WikiText-2 at 0.1M. Five were added after first runs of the others, and before any of their own: those
    at a rate of their own, when recall seemed to be learned best at 0.02 a step and Transformer-XL at 0.01, whatever
-   the weights' rate; and those with free first lags at pace 1, when all faster paces had lost on Transformer-XL.
+   the weights' rate; and those with free first lags at pace 1, when every faster pace tried there had lost on
+   Transformer-XL.
 2. *Tasks*, below. The learning rate of each candidate is searched on each task with the first seed, until the best one
    has been tried from both sides; the other seed runs at that rate. Scores are of validation texts.
 3. *Choice*. A candidate is out where it is worse than the plain model on any task, in the mean over the seeds. The one

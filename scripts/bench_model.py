@@ -248,6 +248,7 @@ def main() -> None:
         times = interleaved(calls, rounds, device)
         parts[name] = {"times_ms": times, "memory_mb": {arm: peak_memory(call) for arm, call in calls.items()}}
         print(f"{name}: {ratio(times, RSA, PLAIN):.3f}", flush=True)
+    torch.set_num_threads(threads)
     record = {
         "command": "python scripts/bench_model.py" + (f" --only {options.only!r}" if options.only else ""),
         "machine": machine(device),

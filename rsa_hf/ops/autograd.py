@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,20 +144,15 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
         return triton_backward(grad, problem)
     given = [place for place, tensor in enumerate(problem.tensors) if tensor is not None]
 
-    def product(*tensors: Tensor) -> Tensor:
-        return _in_pytorch(_with_tensors(problem, dict(zip(given, tensors, strict=True)).get))
+    def product(value: Tensor, *others: Tensor) -> Tensor:
+        tensors = dict(zip(given[1:], others, strict=True))
+        attention, *learned = map(tensors.get, range(1, len(problem.tensors)))
+        return _in_pytorch(problem._replace(value=value, attention=attention, learned=Learned(*learned)))
 
     # Not by `torch.autograd`, which is off inside an operator.
     gradients = torch.func.vjp(product, *(problem.tensors[place] for place in given))[1](grad)
     found = dict(zip(given, gradients, strict=True))
     return tuple(map(found.get, range(len(problem.tensors))))
-
-
-def _with_tensors(problem: Problem, tensor: Callable[[int], Tensor | None]) -> Problem:
-    """A problem with other `tensors`, by place."""
-    value, attention, *learned = map(tensor, range(len(problem.tensors)))
-    assert value is not None
-    return problem._replace(value=value, attention=attention, learned=Learned(*learned))
 
 
 # --- eager ----------------------------------------------------------------------------------------------------------
