@@ -40,7 +40,8 @@ class HeadConfig:
         dilation: d, a whole number ≥ 1.
         pair: cyclical heads of a layer with the same number share (ν, θ), which start as the first of them says.
             None: the head has its own. Not read for regular heads.
-        free_lags: where the weights of the first steps start, in a config with `num_free_lags`. None: at the paper's.
+        free_lags: where the weights of the first steps start, as many as `num_free_lags`, which they set if it is 0.
+            None: at the paper's, if other heads have any.
 
     Raises:
         TypeError, ValueError: a field has a type or a value that is not allowed.
@@ -182,9 +183,11 @@ class RSAConfig:
         layers = tuple(sorted({head.layer for head in heads}))
         if self.layers not in (None, layers):
             _refuse("layers", self.layers, f"None, or the layers of the heads, {list(layers)},")
-        for head in heads:
-            if head.free_lags is not None and len(head.free_lags) != self.num_free_lags:
-                _refuse("free_lags", head.free_lags, f"None, or {self.num_free_lags} numbers, as num_free_lags says,")
+        for lags in (head.free_lags for head in heads if head.free_lags is not None):
+            if self.num_free_lags == 0:
+                object.__setattr__(self, "num_free_lags", _check("num_free_lags", len(lags)))
+            if len(lags) != self.num_free_lags:
+                _refuse("free_lags", lags, f"None, or {self.num_free_lags} numbers, as for the other heads,")
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "layers", layers)
 

@@ -107,8 +107,7 @@ def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConf
     choice = random.Random(seed)
     chosen, heads = plan.heads or (), []
     for head, (layer, place) in zip(chosen, choice.sample(_places(model), len(chosen)), strict=True):
-        rem = choice.choice(DICTIONARY)
-        other = HeadConfig(layer, place, rem.kind, rem.decay, 0.0, rem.theta, rem.dilation)
+        other = choice.choice(DICTIONARY).head(layer, place, 0.0)
         gate = head.gate * _mass(head, length) / _mass(other, length)
         heads.append(replace(other, gate=min(gate, WIDEST_GATE)))
     return RSAConfig(heads=tuple(heads))
@@ -117,4 +116,6 @@ def _random_plan(model: Any, plan: RSAConfig, length: int, seed: int) -> RSAConf
 def _mass(head: HeadConfig, length: int) -> float:
     """Σ |f(τ)| over the lags of a row."""
     decay, theta = torch.tensor([[head.decay], [head.theta]], dtype=torch.float64)
-    return float(rem_matrix(head.kind, decay, theta, head.dilation, query_length=1, key_length=length).abs().sum())
+    free = None if head.free_lags is None else torch.tensor([head.free_lags], dtype=torch.float64)
+    P = rem_matrix(head.kind, decay, theta, head.dilation, query_length=1, key_length=length, free_lags=free)
+    return float(P.abs().sum())

@@ -5,7 +5,8 @@ the mass is Σ |f(τ)|: what a gate opens for REMs of all rates alike. By gradie
 
     ∂loss/∂a = Σ_τ f(τ) c(τ) / mass − d / mass.
 
-The first term is the recurrence, the second the (1 − g) of eq. 4, which damps attention.
+The first term is the recurrence, the second the (1 − g) of eq. 4, which damps attention. The larger the mass, the less
+does a share damp. In the paper a short memory has a small mass; with free lags it may have any.
 
 **Whether.** Some of many scores are large by chance. What chance alone does is seen by flipping the signs of rows: if
 a head's score has no tendency, its rows are as likely as their negatives. All heads keep their dependence on each
@@ -41,21 +42,48 @@ WIDEST_GATE = 0.9
 
 
 class Rem(NamedTuple):
-    """A REM with fixed rates: its kind, λ or γ, θ in radians and d."""
+    """A REM with fixed rates: its kind, λ or γ, θ in radians and d.
+
+    With a mass it is regular, and its first `NUM_FREE_LAGS` weights are free: in proportion to those of λ, and of that
+    mass together. Beyond them it is 0.
+    """
 
     kind: str
     decay: float
     theta: float
     dilation: int
+    mass: float | None = None
+
+    def head(self, layer: int, head: int, gate: float) -> HeadConfig:
+        """A head with this REM."""
+        if self.mass is None:
+            return HeadConfig(layer, head, self.kind, self.decay, gate, self.theta, self.dilation)
+        powers = [self.decay**k for k in range(1, NUM_FREE_LAGS + 1)]
+        scale = self.mass / sum(map(abs, powers))
+        free_lags = tuple(scale * power for power in powers)
+        return HeadConfig(layer, head, self.kind, 0.0, gate, 0.0, self.dilation, free_lags=free_lags)
+
+    def weights(self, lags: Tensor) -> Tensor:
+        """f(τ) at whole lags, in float64."""
+        head = self.head(0, 0, 0.0)
+        decay, theta, *free = (
+            torch.tensor(x, dtype=torch.float64, device="cpu")
+            for x in (head.decay, head.theta, head.free_lags)
+            if x is not None
+        )
+        return lag_weights(head.kind, decay, theta, lags, head.dilation, *free)
 
 
-_SIZES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+NUM_FREE_LAGS = 3
+_SHORT, _LONG = (0.1, 0.2, 0.3, 0.4), (0.5, 0.6, 0.7, 0.8, 0.9)
+_MASSES = (0.1, 0.3, 1.0, 4.0)  # of the short ones
 _ANGLES = (math.pi / 8, math.pi / 4, math.pi / 2, 3 * math.pi / 4)
 
-# The REMs that are tried on every head: regular ones of both signs, cyclical pairs, and regular ones that see every
-# d-th position.
+# The REMs that are tried on every head: regular ones of both signs, the short ones of several masses; cyclical pairs;
+# and regular ones that see every d-th position.
 DICTIONARY = (
-    *(Rem("regular", sign * size, 0.0, 1) for sign in (1, -1) for size in _SIZES),
+    *(Rem("regular", sign * size, 0.0, 1, mass) for sign, size, mass in itertools.product((1, -1), _SHORT, _MASSES)),
+    *(Rem("regular", sign * size, 0.0, 1) for sign in (1, -1) for size in _LONG),
     *(Rem("regular", size, 0.0, 1) for size in (0.95, 0.98, 0.99)),
     *(
         Rem(kind, size, angle, 1)
@@ -71,13 +99,7 @@ def unit_weights(length: int) -> tuple[Tensor, Tensor]:
     Unscaled, slow REMs could not be compared with fast ones: at λ = 0.99 the weights of a row of P sum to 99. A REM
     that reaches no lag below `length` has mass 0 and weights 0.
     """
-    lags = torch.arange(length, device="cpu")
-
-    def weights_of(rem: Rem) -> Tensor:
-        decay, theta = torch.tensor([rem.decay, rem.theta], dtype=torch.float64, device="cpu")
-        return lag_weights(rem.kind, decay, theta, lags, rem.dilation)
-
-    weights = torch.stack([weights_of(rem) for rem in DICTIONARY])
+    weights = torch.stack([rem.weights(torch.arange(length, device="cpu")) for rem in DICTIONARY])
     mass = weights.abs().sum(1)
     return weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None], mass
 
@@ -133,8 +155,7 @@ class Choice:
 
     def config(self) -> HeadConfig:
         """The head as a config names it."""
-        rem = DICTIONARY[self.rem]
-        return HeadConfig(self.layer, self.head, rem.kind, rem.decay, self.share / self.mass, rem.theta, rem.dilation)
+        return DICTIONARY[self.rem].head(self.layer, self.head, self.share / self.mass)
 
 
 def score(gradients: Gradients, directions: list[bool]) -> Scores:

@@ -175,7 +175,8 @@ def _config_of(heads: list[Choice]) -> RSAConfig:
 
 def _without_recurrence(config: RSAConfig) -> RSAConfig:
     """The same gates with P = 0, so that they only damp attention."""
-    return RSAConfig(heads=tuple(replace(head, kind="regular", decay=0.0) for head in config.heads or ()))
+    heads = config.heads or ()
+    return RSAConfig(heads=tuple(replace(head, kind="regular", decay=0.0, free_lags=None) for head in heads))
 
 
 def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:

@@ -92,11 +92,12 @@ class Calibration:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
         if not self.heads:
             return f"no heads: {checked}, which is not enough to be shown"
-        rows = [("layer", "head", "REM", "d", "decay", "theta", "gate", "derivative", "standard errors")]
+        rows = [("layer", "head", "REM", "d", "decay", "theta", "free lags", "gate", "derivative", "standard errors")]
         for head in self.heads:
             config = head.config
             angle = "" if config.kind == "regular" else f"{config.theta:+.3f}"
-            rem = (config.kind, str(config.dilation), f"{config.decay:+.2f}", angle, f"{config.gate:.4f}")
+            lags = " ".join(f"{weight:+.2f}" for weight in config.free_lags or ())
+            rem = (config.kind, str(config.dilation), f"{config.decay:+.2f}", angle, lags, f"{config.gate:.4f}")
             found = (f"{head.derivative:+.4f}", f"{-head.certainty:.1f}")
             rows.append((str(config.layer), str(config.head), *rem, *found))
         return f"{format_table(rows)}\n{len(self.heads)} heads; {checked}"

@@ -15,7 +15,7 @@ ROWS, HEADS, LENGTH = 64, 8, 32
 def gradients(wanted=None, strength=0.0, damping=0.0):
     """Products of two layers that are noise, but those of one head fall along the lags of a REM."""
     lags = [torch.randn(ROWS, HEADS, LENGTH) for _ in range(2)]
-    attention = [torch.randn(ROWS, HEADS) + damping for _ in range(2)]
+    attention = [0.3 * torch.randn(ROWS, HEADS) + damping for _ in range(2)]
     if wanted is not None:
         layer, head, decay = wanted
         lags[layer][:, head, 1:] -= strength * decay ** torch.arange(1, LENGTH)

@@ -33,6 +33,7 @@ REMS = {
     "cos": Rem("cos", 0.85, torch.pi / 4, 1),
     "sin": Rem("sin", 0.7, torch.pi / 8, 1),
     "dilated": Rem("regular", 0.6, 0.0, 3),
+    "free": Rem("regular", 0.4, 0.0, 1, mass=2.0),
 }
 STEP = 2e-3  # transformers norms in float32, so smaller steps end in rounding
 
@@ -76,9 +77,16 @@ def patched_loss(family, attention, state, heads, batch):
         return float(patch_model(model, RSAConfig(heads=heads))(**batch).loss)
 
 
+def row_of(rem, length):
+    """The last row of dense P, float64."""
+    head = rem.head(0, 0, 0.0)
+    free = None if head.free_lags is None else torch.tensor([head.free_lags], dtype=torch.float64)
+    decay = torch.tensor([head.decay], dtype=torch.float64)
+    return rem_matrix(head.kind, decay, head.theta, head.dilation, query_length=length, free_lags=free)[0, -1]
+
+
 def mass_of(rem, length, causal):
-    weights = rem_matrix(rem.kind, rem.decay, rem.theta, rem.dilation, query_length=length)[0, -1]
-    return float(weights.abs().sum()) * (1 if causal else 2)
+    return float(row_of(rem, length).abs().sum()) * (1 if causal else 2)
 
 
 @pytest.mark.parametrize("rem", REMS.values(), ids=REMS)
@@ -94,7 +102,7 @@ def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatc
     for layer, head in ((0, 1), (1, 3), (len(causal) - 1, 2)):
         mass, losses = mass_of(rem, length[layer], causal[layer]), []
         for share in (0.0, STEP, 2 * STEP):
-            heads = [HeadConfig(layer, head, rem.kind, rem.decay, share / mass, rem.theta, rem.dilation)]
+            heads = [rem.head(layer, head, share / mass)]
             losses.append(patched_loss(family, attention, model.state_dict(), heads, batch))
         expected = (4 * losses[1] - losses[2] - 3 * losses[0]) / (2 * STEP)
         within = {"rel": 5e-3, "abs": 1e-4}
@@ -126,9 +134,7 @@ def test_unit_weights_are_a_row_of_dense_p_scaled_to_unit_mass():
     weights, mass = unit_weights(40)
     assert len(weights) == len(DICTIONARY)
     for found, scale, rem in zip(weights, mass, DICTIONARY, strict=True):
-        row = rem_matrix(
-            rem.kind, torch.tensor([rem.decay], dtype=torch.float64), rem.theta, rem.dilation, query_length=40
-        )[0, -1]
+        row = row_of(rem, 40)
         torch.testing.assert_close(found * scale, row.flip(0), rtol=1e-6, atol=1e-12)
         assert float(found.abs().sum()) == pytest.approx(1)
 
