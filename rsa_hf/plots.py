@@ -103,6 +103,22 @@ def plot_training_curves(
         axes.legend()
 
 
+def plot_confusion(labels: Sequence[int], predictions: Sequence[int], path: str | Path) -> None:
+    """Draw the confusion matrix of a defect detector, by scikit-learn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    with saved_figure(path, 4, 3.5) as figure:
+        axes = figure.add_subplot()
+        ConfusionMatrixDisplay.from_predictions(
+            labels, predictions, labels=[0, 1], display_labels=["clean", "defective"], cmap="Blues", ax=axes
+        )
+        axes.grid(visible=False)
+
+
 @contextmanager
 def saved_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
     """Yield a figure of that many inches; save it when the block ends without an error."""

@@ -27,9 +27,10 @@ STAND_INS = {
 # Options that make each run of the pages take a second.
 SMALL = {
     "defect": "--max_steps 1 --max_train_samples 32 --max_eval_samples 8 --config_overrides.num_hidden_layers 1",
+    "": "",
     "lm": "--max_steps 1 --max_train_bytes 20000 --max_eval_bytes 3000 --config_overrides.num_hidden_layers 1",
 }
-TRAINING = ("train", "evaluate")
+TRAINING = ("train", "evaluate", "predict")
 
 
 def blocks(page, language):
@@ -109,6 +110,11 @@ def check_concepts(names, folder):
     assert names["suggested_dilation"](names["series"]) == 24
 
 
+def check_defect_detection(names, folder):
+    assert names["vd_score"]([0.9, 0.4, 0.6, 0.1], [1, 1, 0, 0]) == 0.5
+    assert json.loads((folder / "audit.json").read_text())["word_counts"]["test"]["accuracy"] > 0.5
+
+
 def check_calibrate(names, folder):
     assert names["calibration"].num_rows == 16
 
@@ -150,10 +156,12 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     lines = [line for line in dict.fromkeys(lines) if line.startswith(tuple(f"rsa-hf {name}" for name in TRAINING))]
     lines = [line for line in lines if "rsa_hf.run" not in line]  # other programs: tests/cli/test_run_program.py
     assert len(lines) >= 9
+    (tmp_path / "functions.jsonl").write_text('{"func": "def f(): pass"}\n')
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
-        small = SMALL[next(word for word in command if word in SMALL)]
+        small = SMALL[next((word for word in command if word in SMALL), "")]
         run_command([*command, *small.split()], monkeypatch)
+    assert json.loads((tmp_path / "scores.jsonl").read_text())["label"] in ("clean", "defective")
     results = {
         name: json.loads((tmp_path / "outputs" / name / "all_results.json").read_text()) for name in ("defect", "lm")
     }
@@ -178,7 +186,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 def test_the_pages_show_every_command():
     shown = {words[1] for page in TEXTS for words in commands(page) if words[0] == "rsa-hf"}
-    assert shown == {"patch", "calibrate", "inspect", "train", "evaluate", "doctor", "run"}
+    assert shown == {"patch", "calibrate", "inspect", "train", "evaluate", "doctor", "run", "audit", "predict"}
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -13,12 +13,14 @@ from typing import Annotated
 
 import typer
 
+from rsa_hf.cli.audit import audit
 from rsa_hf.cli.calibrate import calibrate
-from rsa_hf.cli.common import exit_on_error
+from rsa_hf.cli.common import WITH_SETTINGS, exit_on_error
 from rsa_hf.cli.doctor import doctor
 from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
+from rsa_hf.cli.predict import predict
 from rsa_hf.cli.run import PASS_THROUGH, run
 from rsa_hf.cli.train import train
 
@@ -28,6 +30,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 for command in (patch, calibrate, inspect, doctor):
     app.command()(command)
 app.command(**PASS_THROUGH)(run)
+for with_keys in (audit, predict):
+    app.command(**WITH_SETTINGS)(with_keys)
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="evaluate")
 

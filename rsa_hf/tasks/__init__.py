@@ -7,9 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, load_defect_data
+    from rsa_hf.tasks.defect_audit import audit, format_audit, word_count_baseline
+    from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data
     from rsa_hf.tasks.defect_detection import tokenize
-    from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
+    from rsa_hf.tasks.defect_scores import (
+        bootstrap_intervals,
+        choose_threshold,
+        compute_metrics,
+        pair_rates,
+        trainer_metrics,
+        vd_score,
+    )
     from rsa_hf.tasks.language_modeling import (
         LanguageModelTrainer,
         load_language_modeling_tokenizer,
@@ -25,6 +33,7 @@ __all__ = [
     "LanguageModelTrainer",
     "LanguageModelingDataConfig",
     "audit",
+    "bootstrap_intervals",
     "choose_threshold",
     "clean_text8",
     "compute_metrics",
@@ -33,17 +42,23 @@ __all__ = [
     "load_defect_data",
     "load_language_modeling_tokenizer",
     "load_metric",
+    "pair_rates",
     "perplexities",
     "prepare_language_modeling",
     "text8_tokenizer",
     "tokenize",
     "trainer_metrics",
+    "vd_score",
+    "word_count_baseline",
 ]
 
 _MODULES = {
-    "defect_data": ("DefectDataConfig", "audit", "format_audit", "load_defect_data"),
+    "defect_audit": ("audit", "format_audit", "word_count_baseline"),
+    "defect_data": ("DefectDataConfig", "load_defect_data"),
     "defect_detection": ("tokenize",),
-    "defect_scores": ("choose_threshold", "compute_metrics", "trainer_metrics"),
+    "defect_scores": (
+        *("bootstrap_intervals", "choose_threshold", "compute_metrics", "pair_rates", "trainer_metrics", "vd_score"),
+    ),
     "language_modeling": ("LanguageModelTrainer", "load_language_modeling_tokenizer", "prepare_language_modeling"),
     "metrics": ("load_metric",),
     "text8": ("clean_text8", "text8_tokenizer"),

@@ -1,10 +1,13 @@
-"""What both tasks read: plain or compressed files, JSON lines, and the splits of a data set of the Hub."""
+"""What both tasks read: plain or compressed files, tables of any kind, and the splits of a data set of the Hub."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import lzma
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,11 +16,16 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import datasets
+from pyarrow import ArrowInvalid
+from pyarrow.parquet import ParquetFile
 from transformers.hf_argparser import HfArg
 
 SPLITS = ("train", "validation", "test")
 MOST_NAMED = 10  # bad rows in one message
 
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+_COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ": lzma.open}  # how compressed files begin
+_BOM = b"\xef\xbb\xbf"
 # How archives begin; the tar header has its mark at byte 257.
 _ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\x28\xb5\x2f\xfd", b"PAR1")
 
@@ -35,8 +43,8 @@ class DataSource:
     test_split_name: str | None = HfArg(default=None, help="Its test split; default test.")
     train_file: str | None = HfArg(
         default=None,
-        help="In place of it, files. Functions: JSON lines (.jsonl). Text: read as bytes, or documents as JSON lines. "
-        "They may end in .gz or .xz.",
+        help="In place of it, files. Functions: JSON lines, a JSON array, CSV or Parquet. Text: read as bytes, or "
+        "documents as JSON lines. They may be compressed, as .gz or .xz.",
     )
     validation_file: str | None = HfArg(default=None, help="The same for validation.")
     test_file: str | None = HfArg(default=None, help="The same for testing.")
@@ -59,10 +67,17 @@ def kind_of_file(path: str | Path) -> str:
 
 @contextmanager
 def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`; an archive is a ValueError."""
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`, or begins like such a file.
+
+    Raises:
+        ValueError: an archive, a binary table, or a damaged file.
+    """
+    with open(path, "rb") as file:
+        start = file.read(5)
+    by_content = (opener for mark, opener in _COMPRESSED.items() if start.startswith(mark))
+    opener = _OPENERS.get(Path(path).suffix) or next(by_content, open)
     try:
-        with openers.get(Path(path).suffix, open)(path, "rb") as file:
+        with opener(path, "rb") as file:
             start = file.read(265)
             if start.startswith(_ARCHIVES) or start[257:262] == b"ustar":
                 raise ValueError(f"{path} is an archive or a binary table, not a text. Unpack or convert it.")
@@ -70,6 +85,50 @@ def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
             yield file
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}). Copy or download it again.") from error
+
+
+def read_table(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place, by what the file holds and whatever its name.
+
+    JSON lines (as bytes that were not parsed), a JSON array, CSV with a header, all three compressed or not; or
+    Parquet.
+
+    Raises:
+        ValueError: the file is none of these, damaged, or not in UTF-8.
+    """
+    with open(path, "rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    if is_parquet:
+        try:
+            batches = ParquetFile(path).iter_batches()
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+        except ArrowInvalid as error:
+            raise ValueError(f"{path}: {error}") from error
+        return
+    with open_compressed(path) as file:
+        start = file.read(4096).removeprefix(_BOM).lstrip()[:1]
+    if start == b"{":
+        yield from json_lines(path)
+    elif start:
+        try:
+            yield from _json_array(path) if start == b"[" else _csv_rows(path)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, csv.Error) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
+    with open_compressed(path) as file:
+        rows = json.loads(file.read())
+    yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than some functions have
+    with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        reader = csv.DictReader(text, strict=True)
+        for row in reader:
+            yield f"{path}, line {reader.line_num}", row
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:

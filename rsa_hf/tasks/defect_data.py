@@ -1,23 +1,31 @@
-"""The data of defect detection: read from the embedded set, the Hub or files, de-duplicated and subsampled.
+"""The data of defect detection: read from the embedded set, the Hub or files, split, de-duplicated and subsampled.
 
 Functions are the same if their texts agree up to whitespace.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from random import Random
 from typing import Any, Literal
 
+from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, json_lines, kind_of_file, load_splits
+from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, load_splits, read_table
 from rsa_hf.tasks.python_defects import Example, load_python_defects
-from rsa_hf.utils.text import brief, format_table
+from rsa_hf.utils.text import brief
+
+# Columns as they are called in published data sets, the first that is there: Devign, DiverseVul and PrimeVul (func,
+# target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
+TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
+NUMBER_COLUMNS = ("idx", "id")
+CLEAN, DEFECTIVE = ("0", "false"), ("1", "true")  # labels in words, in any case
 
 
 @dataclass
@@ -25,14 +33,41 @@ class DefectDataConfig(DataSource):
     """The data of defect detection, and how functions are cut to the model's length.
 
     Without files and `dataset_name`, the data is embedded: functions of Python's standard library with injected
-    defects, which needs no download.
+    defects, which needs no download. Labels are 0 or 1, false or true, or these in words.
 
     Raises:
         ValueError: a value is not allowed.
     """
 
-    text_column_name: str = HfArg(default="func", help="Column or field with the text of a function.")
-    label_column_name: str = HfArg(default="target", help="Column or field with its label, 1 for a defective one.")
+    text_column_name: str | None = HfArg(
+        default=None, help="Column or field with the text of a function. Default: func, func_before or code."
+    )
+    label_column_name: str | None = HfArg(
+        default=None, help="Column or field with its label, 1 for a defective one. Default: target, vul or label."
+    )
+    label_values: list[str] | None = HfArg(
+        default=None, help="Labels in words: of a clean and of a defective function, such as safe vulnerable."
+    )
+    fixed_column_name: str | None = HfArg(
+        default=None,
+        help="Column with the corrected text of a defective function, such as func_after of BigVul: a clean function "
+        "beside it.",
+    )
+    paired: bool = HfArg(
+        default=False,
+        help="Rows two by two are a function with and without a defect, as in the paired files of PrimeVul.",
+    )
+    split_by: Literal["random", "project", "time"] | None = HfArg(
+        default=None,
+        help="Make the splits that are not given from the training functions: at random, by whole projects, or in the "
+        "order of time, the newest for testing. Pairs stay together.",
+    )
+    project_column_name: str = HfArg(default="project", help="Column or field with the project of a function.")
+    time_column_name: str | None = HfArg(
+        default=None, help="Column with a time, as a number or as text that sorts by time, such as 2019-05-02."
+    )
+    validation_split_percentage: float = HfArg(default=10, help="Percent of the functions for validation.")
+    test_split_percentage: float = HfArg(default=10, help="Percent of the functions for testing.")
     max_train_samples: int | None = HfArg(
         default=None,
         help="At most so many training functions, at random with the classes in proportion; default all.",
@@ -53,20 +88,27 @@ class DefectDataConfig(DataSource):
     min_characters: int = HfArg(default=60, help="Embedded data: length of the shortest function.")
     max_characters: int = HfArg(default=400, help="Embedded data: length of the longest function.")
     defect_kinds: list[str] | None = HfArg(default=None, help="Embedded data: kinds of defect; default all.")
-    sample_seed: int = HfArg(default=0, help="Seed of the embedded defects and of max_*_samples.")
+    sample_seed: int = HfArg(default=0, help="Seed of the embedded defects, of split_by and of max_*_samples.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for path in self.files.values():
-            if kind_of_file(path) not in (".jsonl", ".json"):
-                raise ValueError(f"{path}: JSON lines are needed, in .jsonl, .jsonl.gz or .jsonl.xz.")
         for name in ("max_train_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)}: 2 or more are needed, one of each class.")
+        if self.label_values is not None and len(set(self.label_values)) != 2:
+            raise ValueError(f"label_values={self.label_values}: two are needed, of clean and defective functions.")
+        if self.split_by is not None and not (self.dataset_name or self.files):
+            raise ValueError(f"split_by={self.split_by!r}: the embedded data has splits of its own.")
+        if self.split_by == "time" and self.time_column_name is None:
+            raise ValueError("split_by='time': time_column_name is needed.")
+        shares = (self.validation_split_percentage, self.test_split_percentage)
+        if min(shares) <= 0 or sum(shares) >= 100:
+            named = f"validation_split_percentage={shares[0]}, test_split_percentage={shares[1]}"
+            raise ValueError(f"{named}: both must be above 0, their sum below 100.")
 
 
 def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[str, list[Example]]:
-    """Read, check, de-duplicate and subsample the data.
+    """Read, check, split, de-duplicate and subsample the data.
 
     Args:
         config: selects the data.
@@ -81,24 +123,15 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
             functions have one class.
     """
     train = only is None
-    if config.dataset_name is not None:
-        splits = {
-            split: read_examples(
-                ((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(rows, 1)), config
-            )
-            for split, rows in load_splits(config, ["train"] if train else [], only).items()
-            if only in (None, split)
-        }
-    elif files := config.files:
-        if train and "train" not in files:
-            raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
-        splits = {
-            split: read_examples(json_lines(path), config) for split, path in files.items() if only in (None, split)
-        }
-    else:
+    tables = _tables(config, only)
+    if tables is None:
         settings = (config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds)
         splits = load_python_defects(*settings)
-        splits = {split: examples for split, examples in splits.items() if only in (None, split)}
+    else:
+        splits = {split: read_examples(rows, config) for split, rows in tables.items()}
+        if config.split_by is not None and "train" in splits:
+            splits = _with_made_splits(splits, config)
+    splits = {split: splits[split] for split in SPLITS if split in splits and only in (None, split)}
     if train and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
@@ -107,49 +140,168 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         if split == "train" and len({example.target for example in examples}) == 1:
             label = examples[0].target
             raise ValueError(f"all {len(examples)} training functions have the label {label}. Give both classes.")
-        limit = config.max_train_samples if split == "train" else config.max_eval_samples
-        splits[split] = _subsample(examples, limit, config.sample_seed)
+        setting = "max_train_samples" if split == "train" else "max_eval_samples"
+        splits[split] = subsample(examples, getattr(config, setting), config.sample_seed)
+        if len(splits[split]) < len(examples):
+            used = f"{len(splits[split]):,} of {len(examples):,} functions are used ({setting})"
+            PartialState().print(f"{split}: {used}", file=sys.stderr)
     return splits
 
 
-def read_examples(rows: Iterator[tuple[str, Any]], config: DefectDataConfig) -> list[Example]:
-    """The functions of rows, or of JSON lines, each with its place. An integer `idx` is kept."""
-    text, label = config.text_column_name, config.label_column_name
-
-    def example(row: Any) -> Example:
-        func, target = (row.get(text), row.get(label)) if isinstance(row, Mapping) else (None, None)
-        if not isinstance(func, str) or not func.strip() or target not in (0, 1):  # false and true are 0 and 1, too
-            raise ValueError(f"{brief(row)} has no text in {text!r}, or no label 0 or 1 in {label!r}")
-        func.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
-        idx = row.get("idx")
-        return Example(func, int(target), idx=idx if isinstance(idx, int) else None)
-
-    return list(checked(rows, example))
-
-
-def _identity(example: Example) -> str:
-    return " ".join(example.func.split())
+def _tables(config: DefectDataConfig, only: str | None) -> dict[str, Iterator[tuple[str, Any]]] | None:
+    """The rows, with their places, of the splits that are needed; None: the data is embedded."""
+    if config.dataset_name is not None:
+        loaded = load_splits(config, ["train"] if only is None else [], only)
+        needed = _needed(loaded, config, only)
+        return {
+            split: ((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(loaded[split], 1))
+            for split in needed
+        }
+    files = config.files
+    if not files:
+        return None
+    if only is None and "train" not in files:
+        raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
+    return {split: read_table(files[split]) for split in _needed(files, config, only)}
 
 
-def _conflicting(examples: Sequence[Example]) -> set[str]:
+def _needed(given: Mapping[str, Any], config: DefectDataConfig, only: str | None) -> list[str]:
+    """Those of the given splits that are read: the one to score, or the training split that it is made from."""
+    if only not in given and config.split_by is not None:
+        return list(given)
+    return [split for split in given if only in (None, split)]
+
+
+def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
+    """The functions of rows, or of JSON lines, each with its place. An integer `idx` or `id` is kept.
+
+    Without labels, each counts as clean.
+    """
+    texts = TEXT_COLUMNS if config.text_column_name is None else (config.text_column_name,)
+    labels = LABEL_COLUMNS if config.label_column_name is None else (config.label_column_name,)
+    clean, defective = [(value,) for value in config.label_values or ()] or (CLEAN, DEFECTIVE)
+
+    def target_of(row: Mapping[str, Any]) -> int:
+        name, value = _first_of(labels, row)
+        word = str(value) if config.label_values else str(value).lower()
+        if word not in (*clean, *defective):
+            allowed = " or ".join(config.label_values or ("0", "1"))
+            raise ValueError(f"{name}={brief(value)} is no label, which is {allowed}; label_values names other words")
+        return int(word in defective)
+
+    def text_of(row: Mapping[str, Any], name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{name}={brief(value)} is no text of a function")
+        value.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
+        return value
+
+    def read(row: Any) -> list[Example]:
+        if not isinstance(row, Mapping) or None in row:
+            raise ValueError(f"{brief(row)} has no fields with names, or more of them than the table has columns")
+        func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
+        numbers = (row[name] for name in NUMBER_COLUMNS if isinstance(row.get(name), int))
+        time = None if config.time_column_name is None else _first_of((config.time_column_name,), row)[1]
+        project = row.get(config.project_column_name)
+        example = Example(func, target, idx=next(numbers, None), project=str(project or ""), time=time)
+        if config.fixed_column_name is None or target == 0:
+            return [example]
+        name, fixed = _first_of((config.fixed_column_name,), row)
+        return [example, replace(example, func=text_of(row, name, fixed), target=0, idx=None, pair=0)]
+
+    found = list(checked(rows, read))
+    if config.paired:
+        return _paired([example for examples in found for example in examples])
+    examples = []
+    for pair, members in enumerate(found):
+        examples += [replace(member, pair=pair) for member in members] if len(members) == 2 else members
+    return examples
+
+
+def _first_of(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The first of these columns that a row has, and what stands there."""
+    for name in names:
+        if name in row:
+            return name, row[name]
+    raise ValueError(f"no column {' or '.join(map(repr, names))}, but {brief(list(row))}")
+
+
+def _paired(examples: Sequence[Example]) -> list[Example]:
+    """Rows two by two as pairs."""
+    for number, (first, second) in enumerate(zip(examples[::2], examples[1::2], strict=False)):
+        if {first.target, second.target} != {0, 1}:
+            labels = f"{first.target} and {second.target}"
+            raise ValueError(f"paired=True: the functions {2 * number + 1} and {2 * number + 2} have labels {labels}.")
+    if len(examples) % 2:
+        raise ValueError(f"paired=True: {len(examples)} functions are not a whole number of pairs.")
+    return [replace(example, pair=number // 2) for number, example in enumerate(examples)]
+
+
+def _with_made_splits(splits: Mapping[str, list[Example]], config: DefectDataConfig) -> dict[str, list[Example]]:
+    """Make the splits that are not there from the training functions, of whole pairs, or projects."""
+    shares = {"validation": config.validation_split_percentage, "test": config.test_split_percentage}
+    shares = {split: share / 100 for split, share in shares.items() if split not in splits}
+    shares["train"] = 1 - sum(shares.values())
+    units: dict[Any, list[Example]] = defaultdict(list)
+    for number, example in enumerate(splits["train"]):
+        if config.split_by == "project":
+            if not example.project:
+                raise ValueError(
+                    f"split_by='project': function {number + 1} has no project; project_column_name names the column."
+                )
+            units[example.project].append(example)
+        else:
+            units[number if example.pair is None else ("pair", example.pair)].append(example)
+    made: dict[str, list[Example]] = {split: [] for split in shares}
+    size = len(splits["train"])
+    if config.split_by == "time":
+        place = 0
+        try:
+            in_order = sorted(units.values(), key=lambda unit: max(example.time for example in unit))
+        except TypeError as error:
+            raise ValueError(
+                f"time_column_name={config.time_column_name!r}: its values have no order, {error}."
+            ) from error
+        for unit in in_order:
+            ends = {"train": shares["train"], "validation": 1 - shares.get("test", 0), "test": 1.0}
+            made[next(split for split in ends if split in made and place < ends[split] * size)] += unit
+            place += len(unit)
+        return {**splits, **made}
+    ordered = list(units.values())
+    Random(config.sample_seed).shuffle(ordered)
+    for unit in sorted(ordered, key=len, reverse=True):  # the largest project first, where the most is missing
+        made[max(shares, key=lambda split: shares[split] * size - len(made[split]))] += unit
+    return {**splits, **made}
+
+
+def digest_of(text: str) -> bytes:
+    """A short stand-in for a text, which may be long, in sets."""
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def identity(example: Example) -> bytes:
+    """What two functions share that are the same."""
+    return digest_of(" ".join(example.func.split()))
+
+
+def conflicting(examples: Iterable[Example]) -> set[bytes]:
     """The functions that carry both labels."""
     labels = defaultdict(set)
     for example in examples:
-        labels[_identity(example)].add(example.target)
+        labels[identity(example)].add(example.target)
     return {function for function, targets in labels.items() if len(targets) == 2}
 
 
 def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
-    dropped = _conflicting(splits["train"])
-    dropped |= {_identity(example) for split in SPLITS[1:] for example in splits.get(split, [])}
-    kept: dict[str, Example] = {}
+    dropped = conflicting(splits["train"])
+    dropped |= {identity(example) for split in SPLITS[1:] for example in splits.get(split, [])}
+    kept: dict[bytes, Example] = {}
     for example in splits["train"]:
-        if _identity(example) not in dropped:
-            kept.setdefault(_identity(example), example)
+        if identity(example) not in dropped:
+            kept.setdefault(identity(example), example)
     return list(kept.values())
 
 
-def _subsample(examples: list[Example], limit: int | None, seed: int) -> list[Example]:
+def subsample(examples: list[Example], limit: int | None, seed: int) -> list[Example]:
     """Keep `limit` examples, in order and with the classes in proportion, at least one of each."""
     if limit is None or len(examples) <= limit:
         return examples
@@ -168,50 +320,3 @@ def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
     """Texts for calls of the tokenizer: enough for its threads, bounded in memory, with a bar."""
     for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         yield [example.func for example in examples[start : start + 1000]]
-
-
-def audit(splits: Mapping[str, Sequence[Example]], filled: Mapping[str, float], max_length: int) -> dict[str, Any]:
-    """Count what can make scores misleading: imbalance, copies, contradictory labels, truncation.
-
-    Args:
-        splits: the functions of each split, none empty.
-        filled: for each split, the share of functions of `max_length` or more tokens.
-        max_length: number of tokens that the model sees.
-
-    Returns:
-        Numbers for `json.dump`: of each split, and over all splits. `duplicates` repeat an earlier example;
-        `conflicting_labels` are distinct functions with both labels, `cross_split_copies` those in two splits.
-    """
-    functions = {split: {_identity(example) for example in examples} for split, examples in splits.items()}
-    statistics = {}
-    for split, examples in splits.items():
-        size, positives = len(examples), sum(example.target for example in examples)
-        statistics[split] = {
-            "examples": size,
-            "positives": positives,
-            "majority_share": max(positives, size - positives) / size,
-            "duplicates": size - len(functions[split]),
-            "conflicting_labels": len(_conflicting(examples)),
-            "fill_max_length": filled[split],
-        }
-    return {
-        "max_length": max_length,
-        "splits": statistics,
-        "conflicting_labels": len(_conflicting([e for examples in splits.values() for e in examples])),
-        "cross_split_copies": {f"{a}/{b}": len(functions[a] & functions[b]) for a, b in combinations(splits, 2)},
-    }
-
-
-def format_audit(report: Mapping[str, Any]) -> str:
-    """Format the result of `audit` as a table for the terminal, with one row for each split."""
-    header = ["split", "examples", "defective", "majority", "duplicates", "both labels"]
-    rows = [[*header, f"≥ {report['max_length']} tokens"]]
-    for split, numbers in report["splits"].items():
-        cells = (f"{value:.2%}" if isinstance(value, float) else str(value) for value in numbers.values())
-        rows.append([split, *cells])
-    copies = ", ".join(f"{pair} {count}" for pair, count in report["cross_split_copies"].items())
-    return (
-        f"{format_table(rows)}\n"
-        f"functions in two splits: {copies or 'only one split'}\n"
-        f"functions with both labels, over all splits: {report['conflicting_labels']}"
-    )

@@ -2,6 +2,8 @@
 
 A function too long for the model is truncated, or cut into overlapping chunks. In training, each chunk is an example
 with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks.
+
+The config of a trained model has `defect_detection`: the threshold that its run chose, and how functions were cut.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,16 +29,33 @@ from transformers import (
 )
 
 from rsa_hf.patching import is_patched
-from rsa_hf.tasks.defect_data import DefectDataConfig, audit, format_audit, in_batches, load_defect_data
-from rsa_hf.tasks.defect_scores import by_function, choose_threshold, compute_metrics, parts_of, trainer_metrics
+from rsa_hf.plots import plot_confusion
+from rsa_hf.tasks.data_files import read_table
+from rsa_hf.tasks.defect_audit import audit, format_audit, targets_of, word_count_baseline
+from rsa_hf.tasks.defect_data import DefectDataConfig, in_batches, load_defect_data, read_examples
+from rsa_hf.tasks.defect_scores import (
+    bootstrap_intervals,
+    by_function,
+    choose_threshold,
+    compute_metrics,
+    pair_rates_of,
+    parts_of,
+    probabilities,
+    trainer_metrics,
+)
 from rsa_hf.tasks.python_defects import Example
-from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, read_arguments
+from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, RunArguments, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
 from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
-from rsa_hf.utils.locate import locate
+from rsa_hf.utils.locate import expanded, locate
+from rsa_hf.utils.text import finite_or_null
+
+LABELS = {0: "clean", 1: "defective"}
+SAVED = "defect_detection"  # entry of the model's config
+CUTTING = ("max_seq_length", "long_functions", "chunk_overlap")  # settings that it has
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -52,15 +70,20 @@ def main(arguments: Sequence[str]) -> None:
         if folder.had_finished():
             return
         model, tokenizer = _model_and_tokenizer(run.model, data)
-    if "validation" not in splits:
-        raise ValueError("the data has no validation split to choose the best model by. Add one.")
-    rows = {split: tokenize(examples, tokenizer, data) for split, examples in splits.items()}
+    if len({example.target for example in splits.get("validation", [])}) < 2:
+        raise ValueError(
+            "the data has no validation split of both classes to choose the best model by. Add one, or make one from "
+            "the training functions by split_by."
+        )
+    rows, tokens = {}, {}
+    for split, examples in splits.items():
+        rows[split], tokens[split] = _rows_and_tokens(examples, tokenizer, data)
     if args.should_save:
-        filled = {split: _share_filled(each, data.max_seq_length) for split, each in rows.items()}
-        report = audit(splits, filled, data.max_seq_length)
+        report = audit(splits, tokens, data.max_seq_length) | {"split_by": data.split_by}
+        report["word_counts"] = words = word_count_baseline(splits)
         print(format_audit(report))
         args.folder.mkdir(parents=True, exist_ok=True)
-        write_text(args.folder / "audit.json", json.dumps(report, indent=2) + "\n")
+        write_text(args.folder / "audit.json", json.dumps(finite_or_null(report), indent=2) + "\n")
     collate = DataCollatorWithPadding(tokenizer)
     inputs = rows["train"].remove_columns("example_id")
     calibration = patch_for_run(model, inputs, collate, run)
@@ -78,14 +101,44 @@ def main(arguments: Sequence[str]) -> None:
         compute_loss_func=partial(_loss, weights=weights),
     )
     train_to_end(trainer, folder)
-    predictions = {split: trainer.predict(rows[split], metric_key_prefix=split) for split in rows if split != "train"}
-    threshold = choose_threshold(*parts_of(predictions["validation"]))
-    scores = {split: compute_metrics(*parts_of(each), threshold) for split, each in predictions.items()}
-    if "test" in predictions and args.should_save:
-        text = _codexglue_predictions(splits["test"], *parts_of(predictions["test"]))
-        write_text(args.folder / "predictions.txt", text)
-    table = _table("with RSA" if is_patched(model) else "plain", scores)
-    finish_run(trainer, run, folder, {**scores, "calibration": calibration}, table)
+    logits = {
+        split: parts_of(trainer.predict(rows[split], metric_key_prefix=split)) for split in rows if split != "train"
+    }
+    threshold = choose_threshold(*logits["validation"])
+    scores = {split: _scores(splits[split], found, threshold) for split, found in logits.items()}
+    assert trainer.model is not None
+    setattr(trainer.model.config, SAVED, {"threshold": threshold, **{name: getattr(data, name) for name in CUTTING}})
+    tokenizer.model_max_length = data.max_seq_length
+    table, notes = [], []
+    if args.should_save:
+        for split, found in logits.items():
+            classes = by_function(*found)[0].argmax(axis=1)
+            with suppress(ImportError):  # no matplotlib, as `finish_run` says
+                plot_confusion(targets_of(splits[split]), classes, args.folder / f"confusion_{split}.png")
+            notes += _notes(split, scores[split], bootstrap_intervals(*found))
+        if "test" in logits:
+            rows_of_test = _predictions(splits["test"], logits["test"], threshold)
+            for_codexglue = "".join(f"{row['idx']}\t{int(row['score'] > 0.5)}\n" for row in rows_of_test)
+            write_text(args.folder / "predictions.txt", for_codexglue)
+            write_text(args.folder / "predictions.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows_of_test))
+        table = _table("with RSA" if is_patched(model) else "plain", scores, words)
+    finish_run(trainer, run, folder, {**scores, "calibration": calibration}, table, notes)
+
+
+def audit_data(arguments: Sequence[str]) -> dict[str, Any]:
+    """The `audit` of the data of a run, as it is without `deduplicate`, with the scores of `word_count_baseline`.
+
+    Of the settings, those of the data are used, and `tokenizer_name` or `model_name_or_path`, without which the number
+    of tokens is not known.
+    """
+    run = read_arguments(arguments, DefectDataConfig)
+    run.data.deduplicate = False
+    splits, tokens = load_defect_data(run.data), None
+    if source := run.model.tokenizer_name or run.model.model_name_or_path:
+        tokenizer = AutoTokenizer.from_pretrained(locate(source))
+        tokens = {split: _rows_and_tokens(examples, tokenizer, run.data)[1] for split, examples in splits.items()}
+    report = audit(splits, tokens, run.data.max_seq_length) | {"split_by": run.data.split_by}
+    return report | {"word_counts": word_count_baseline(splits)}
 
 
 class _Trainer(RSATrainer):
@@ -111,7 +164,8 @@ def _model_and_tokenizer(
     if source is None:
         raise ValueError("tokenizer_name=None: a model from scratch needs one; name one on the Hub, or a folder.")
     tokenizer = AutoTokenizer.from_pretrained(locate(source))
-    model = load_model(AutoModelForSequenceClassification, arguments, num_labels=2)
+    words = {"id2label": LABELS, "label2id": {label: number for number, label in LABELS.items()}}
+    model = load_model(AutoModelForSequenceClassification, arguments, num_labels=2, **words)
     _fit_to_each_other(model, tokenizer, data)
     return model, tokenizer
 
@@ -125,50 +179,134 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
     return model, rows.remove_columns("example_id"), DataCollatorWithPadding(tokenizer)
 
 
-def _share_filled(rows: datasets.Dataset, max_length: int) -> float:
-    """The share of functions of `max_length` or more tokens."""
-    full = {owner for ids, owner in zip(rows["input_ids"], rows["example_id"], strict=True) if len(ids) >= max_length}
-    return len(full) / len(set(rows["example_id"]))
+def _scores(examples: Sequence[Example], logits: tuple[Any, Any, Any], threshold: float | None) -> dict[str, float]:
+    """The scores of functions, and the pair rates where they are paired, at the threshold 0.5."""
+    return {
+        **compute_metrics(*logits, threshold),
+        **pair_rates_of(examples, by_function(*logits)[0].argmax(axis=1)),
+    }
 
 
-def _table(name: str, scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """The scores of each split, at the threshold 0.5 and at the chosen one."""
-    table = [["model", "split", "threshold", "accuracy", "majority class", "F1", "MCC", "ROC AUC", "AP", "functions"]]
+def _table(
+    name: str, scores: Mapping[str, Mapping[str, float]], words: Mapping[str, Mapping[str, float]]
+) -> list[list[str]]:
+    """The scores of each split, at the threshold 0.5 and at the chosen one, below those of counts of words."""
+    of_classes = {"accuracy": "accuracy", "F1": "f1", "precision": "precision", "recall": "recall", "MCC": "mcc"}
+    of_classes["called defective"] = "predicted_positive_share"
+    of_scores = {"ROC AUC": "roc_auc", "AP": "average_precision", "VD-S": "vd_score"}
+    table = [["model", "split", "threshold", *of_classes, *of_scores]]
     for split, figures in scores.items():
-        for threshold, at in ((0.5, ""), (figures["threshold"], "_at_threshold")):
-            shares = (f"{figures[key]:.2%}" for key in (f"accuracy{at}", "majority_accuracy"))
-            numbers = (f"{figures[key]:.4f}" for key in (f"f1{at}", f"mcc{at}", "roc_auc", "average_precision"))
-            table.append([name, split, f"{threshold:.4g}", *shares, *numbers, f"{figures['num_examples']:,}"])
+        for row, of, at in (
+            ("counts of words", words[split], ""),
+            (name, figures, ""),
+            (name, figures, "_at_threshold"),
+        ):
+            cells = [of[f"{key}{at}"] for key in of_classes.values()] + [of[key] for key in of_scores.values()]
+            threshold = f"{of['threshold']:.4g}" if at else "0.5"
+            table.append([row, split, threshold, *(f"{cell:.2%}" for cell in cells)])
     return table
 
 
-def _codexglue_predictions(examples: Sequence[Example], logits: Any, labels: Any, example_ids: Any) -> str:
-    """The predicted classes as CodeXGLUE's evaluator reads them: lines of `idx` or place, a tab, 0 or 1."""
-    functions, _ = by_function(logits, labels, example_ids)
-    classes = zip(examples, functions.argmax(axis=1), strict=True)
-    return "".join(f"{i if each.idx is None else each.idx}\t{label}\n" for i, (each, label) in enumerate(classes))
+def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequence[float]]) -> list[str]:
+    """What belongs to the rows of a split in the table, in lines."""
+    shown = ("accuracy", "f1", "average_precision", "vd_score")
+    ranges = ", ".join(f"{name} {low:.2%} … {high:.2%}" for name in shown for low, high in [intervals[name]])
+    size, share = scores["num_examples"], scores["positive_share"]
+    notes = [f"{split}: {size:,} functions, {share:.2%} of them defective; 95 % intervals at 0.5: {ranges}"]
+    if split == "validation":
+        chosen = f"{scores['threshold']:.4g} has the highest MCC on validation; it can lower accuracy"
+        notes.append(f"threshold: {chosen}")
+    if "pair_correct" in scores:
+        rates = {key: f"{value:.2%}" for key, value in scores.items() if key.startswith("pair_")}
+        notes.append(
+            f"pairs of {split}: told apart {rates['pair_correct']}, both called defective {rates['pair_vulnerable']}, "
+            f"both called clean {rates['pair_benign']}, reversed {rates['pair_reversed']}"
+        )
+    if scores["predicted_positive_share"] in (0, 1):
+        answer = LABELS[int(scores["predicted_positive_share"])]
+        notes.append(f"WARNING: all functions of {split} are called {answer} at 0.5. See MCC and AP, not accuracy.")
+    return notes
 
 
-def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, float]:
+def _predictions(examples: Sequence[Example], logits: tuple[Any, Any, Any], threshold: float) -> list[dict[str, Any]]:
+    """What is found of each function, as `predict` returns it."""
+    scores = probabilities(by_function(*logits)[0]).tolist()
+    return [
+        {"idx": i if each.idx is None else each.idx, "score": score, "label": LABELS[int(score > threshold)]}
+        for i, (each, score) in enumerate(zip(examples, scores, strict=True))
+    ]
+
+
+def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, Any]:
     """Score a saved defect detector, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Of the settings, the data of this split and `per_device_eval_batch_size` are used. The threshold is that of
-    `compute_metrics`; None: the one that the run of this folder chose, if it is one.
+    Of the settings, the data of this split and `per_device_eval_batch_size` are used; how functions are cut is as in
+    the model's training where it is not set. The threshold is that of `compute_metrics`; None: the one that the run of
+    this model chose, if it did.
+
+    Returns:
+        The scores of `compute_metrics`, `pair_rates` of paired data, and as "intervals" those of
+        `bootstrap_intervals`.
     """
+    run, model, tokenizer = _saved(name, arguments)
+    splits = load_defect_data(run.data, only=split)
+    if split not in splits:
+        raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
+    logits = _logits(model, tokenizer, splits[split], run)
+    if threshold is None:
+        threshold = _saved_settings(model).get("threshold")
+    return {**_scores(splits[split], logits, threshold), "intervals": bootstrap_intervals(*logits)}
+
+
+def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Score functions without labels by a saved defect detector.
+
+    Args:
+        name: its folder, or its name on the Hub.
+        path: a file of functions: JSON lines, a JSON array, CSV or Parquet, perhaps compressed.
+        arguments: settings as of a run, those of `evaluate`.
+
+    Returns:
+        For each function its `idx`, or else its place from 0; `score`, the probability of a defect; and `label`,
+        clean or defective by the threshold that the model's run chose, else by 0.5.
+    """
+    run, model, tokenizer = _saved(name, arguments)
+    examples = read_examples(read_table(expanded(path)), run.data, labelled=False)
+    if not examples:
+        raise ValueError(f"{path} has no functions.")
+    threshold = _saved_settings(model).get("threshold", 0.5)
+    return _predictions(examples, _logits(model, tokenizer, examples, run), threshold)
+
+
+def _saved(
+    name: str, arguments: Sequence[str]
+) -> tuple[RunArguments[DefectDataConfig], PreTrainedModel, PreTrainedTokenizerBase]:
+    """A saved defect detector with its tokenizer, and settings, with its own way of cutting functions."""
     run = read_arguments(arguments, DefectDataConfig)
     tokenizer = AutoTokenizer.from_pretrained(locate(name))
     model = require_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
+    for key, value in _saved_settings(model).items():
+        if key in CUTTING and key not in run.given:
+            setattr(run.data, key, value)
     _fit_to_each_other(model, tokenizer, run.data)
-    splits = load_defect_data(run.data, only=split)
-    if split not in splits:
-        raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
-    rows = tokenize(splits[split], tokenizer, run.data)
-    if threshold is None:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # what a run chose stands beside its model
-            results = Path(locate(name), "all_results.json").read_text(encoding="utf-8")
-            threshold = float(json.loads(results)["eval_threshold"])
+    return run, model, tokenizer
+
+
+def _saved_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """What the run of a model left in its config."""
+    saved = getattr(model.config, SAVED, None)
+    return saved if isinstance(saved, dict) else {}
+
+
+def _logits(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    run: RunArguments[DefectDataConfig],
+) -> tuple[Any, Any, Any]:
+    """Logits, labels and owners of the rows of functions."""
     with TemporaryDirectory() as folder:
         args = RSATrainingArguments(
             output_dir=folder,
@@ -179,7 +317,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
             use_cpu=run.training.use_cpu,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
-        return compute_metrics(*parts_of(trainer.predict(rows)), threshold)
+        return parts_of(trainer.predict(tokenize(examples, tokenizer, run.data)))
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
@@ -207,8 +345,16 @@ def tokenize(
     Raises:
         ValueError: `max_seq_length` leaves no room for text, or not more than the overlap of chunks.
     """
+    return _rows_and_tokens(examples, tokenizer, config)[0]
+
+
+def _rows_and_tokens(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig
+) -> tuple[datasets.Dataset, list[int]]:
+    """What `tokenize` returns, and the number of tokens of each function, uncut; none where the tokenizer is slow."""
     chunk = config.long_functions == "chunk"
-    room = config.max_seq_length - tokenizer.num_special_tokens_to_add()
+    special = tokenizer.num_special_tokens_to_add()
+    room = config.max_seq_length - special
     overlap = config.chunk_overlap if chunk else 0
     if not 0 <= overlap < room:
         raise ValueError(
@@ -217,6 +363,7 @@ def tokenize(
         )
     windows = {"return_overflowing_tokens": True, "stride": overlap} if chunk else {}
     rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": [], "example_id": []}
+    tokens = [special + overlap] * len(examples) if tokenizer.is_fast else []
     first = 0  # index of the first function of a batch
     for texts in in_batches(examples):
         encoded = tokenizer(
@@ -227,8 +374,12 @@ def tokenize(
         rows["attention_mask"] += encoded["attention_mask"]
         rows["labels"] += [examples[owner].target for owner in owners]
         rows["example_id"] += owners
+        for owner, encoding in zip(owners, encoded.encodings or (), strict=False):
+            # What was cut off overflows, unless it has rows of its own.
+            pieces = [encoding] if chunk else [encoding, *encoding.overflowing]
+            tokens[owner] += sum(len(piece.ids) - special for piece in pieces) - overlap
         first += len(texts)
-    return datasets.Dataset.from_dict(rows)
+    return datasets.Dataset.from_dict(rows), tokens
 
 
 def class_weights(labels: Sequence[int]) -> torch.Tensor:

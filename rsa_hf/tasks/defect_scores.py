@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    f1_score,
+    matthews_corrcoef,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+    roc_curve,
+)
 from transformers import EvalPrediction
+
+from rsa_hf.tasks.python_defects import Example
+
+RESAMPLES = 1000  # of a bootstrap interval
+MAX_FPR = 0.005  # of VD-S
 
 
 def classification_scores(predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
@@ -20,22 +35,146 @@ def classification_scores(predictions: Any, references: Any, prediction_scores: 
         prediction_scores: scores of class 1 [N], such as probabilities or differences of logits; None: not known.
 
     Returns:
-        `accuracy`; `f1` of class 1 and `mcc`, Matthews correlation, 0 where they are not defined; and
-        `majority_accuracy`, that of always predicting the most frequent class. With `prediction_scores`, `roc_auc` and
-        `average_precision`, the areas under the ROC and the precision-recall curve, NaN if references hold one class.
+        `accuracy`; `f1`, `precision` and `recall` of class 1, and `mcc`, Matthews correlation, 0 where they are not
+        defined; `predicted_positive_share`; and `majority_accuracy`, that of always predicting the most frequent
+        class. With `prediction_scores`, `roc_auc` and `average_precision`, the areas under the ROC and the
+        precision-recall curve, and `vd_score`, all NaN if references hold one class.
     """
     positives = int(np.sum(references))
+    of_class_1 = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
     result = {
         "accuracy": float(accuracy_score(references, predictions)),
-        "f1": float(f1_score(references, predictions, zero_division=0)),
+        **{name: float(score(references, predictions, zero_division=0)) for name, score in of_class_1.items()},
         "mcc": float(matthews_corrcoef(references, predictions)),
+        "predicted_positive_share": float(np.mean(predictions)),
         "majority_accuracy": max(positives, len(references) - positives) / len(references),
     }
     if prediction_scores is not None:
         for name, score in (("roc_auc", roc_auc_score), ("average_precision", average_precision_score)):
             both = 0 < positives < len(references)
             result[name] = float(score(references, prediction_scores)) if both else math.nan
+        result["vd_score"] = vd_score(prediction_scores, references)
     return result
+
+
+def vd_score(scores: Any, labels: Any, max_fpr: float = MAX_FPR) -> float:
+    """The vulnerability detection score (VD-S): the share of defective functions that are missed, at few false alarms.
+
+    It is the false-negative rate at the threshold where it is lowest of those with a false-positive rate of at most
+    `max_fpr` (Ding et al., Vulnerability Detection with Code Language Models: How Far Are We?, ICSE 2025, arXiv
+    2403.18624). Functions of equal scores are on the same side of every threshold.
+
+    Args:
+        scores: scores of class 1 [N], higher for functions that are more likely defective.
+        labels: the true classes [N], 0 or 1.
+        max_fpr: the largest share of clean functions that may be called defective.
+
+    Returns:
+        A share, lower is better; NaN if labels hold one class.
+
+    Raises:
+        ValueError: `max_fpr` is not a share, or scores are not finite.
+    """
+    if not 0 <= max_fpr <= 1:
+        raise ValueError(f"max_fpr={max_fpr}: a share from 0 to 1 is needed.")
+    if len(set(np.asarray(labels).tolist())) < 2:
+        return math.nan
+    false_alarms, found, _ = roc_curve(labels, scores, pos_label=1, drop_intermediate=False)
+    return float(1 - found[false_alarms <= max_fpr].max())
+
+
+def pair_rates(vulnerable: Any, fixed: Any) -> dict[str, float]:
+    """How pairs of a defective function and its fixed twin are told apart.
+
+    Args:
+        vulnerable: the predicted classes [N] of the defective members, 0 or 1.
+        fixed: those of the clean members [N], in the same order.
+
+    Returns:
+        Shares that sum to 1: `pair_correct` (P-C of Ding et al., as for `vd_score`), both right; `pair_vulnerable`
+        (P-V), both called defective; `pair_benign` (P-B), both called clean; `pair_reversed` (P-R), both wrong.
+
+    Raises:
+        ValueError: the numbers differ or are 0, or a class is neither 0 nor 1.
+    """
+    first, second = np.asarray(vulnerable), np.asarray(fixed)
+    if first.shape != second.shape or first.ndim != 1 or first.size == 0:
+        raise ValueError(
+            f"predicted classes of shapes {first.shape} and {second.shape}; needed are [N] and [N], N ≥ 1."
+        )
+    if not set(np.unique([first, second]).tolist()) <= {0, 1}:
+        raise ValueError(f"predicted classes {np.unique([first, second])[:5].tolist()}; needed are 0 and 1.")
+    cases = {"correct": (1, 0), "vulnerable": (1, 1), "benign": (0, 0), "reversed": (0, 1)}
+    return {f"pair_{name}": float(np.mean((first == a) & (second == b))) for name, (a, b) in cases.items()}
+
+
+def pair_rates_of(examples: Sequence[Example], predictions: Any) -> dict[str, float]:
+    """The `pair_rates` of functions with both members of their pair there, by predicted classes [N]; else nothing."""
+    pairs: dict[int, dict[int, int]] = {}
+    for example, predicted in zip(examples, predictions, strict=True):
+        if example.pair is not None:
+            pairs.setdefault(example.pair, {})[example.target] = int(predicted)
+    whole = [members for members in pairs.values() if len(members) == 2]
+    return pair_rates(*zip(*((members[1], members[0]) for members in whole), strict=True)) if whole else {}
+
+
+def bootstrap_intervals(
+    logits: Any, labels: Any, example_ids: Any = None, threshold: float = 0.5, seed: int = 0
+) -> dict[str, list[float]]:
+    """95 % intervals of the scores of a classifier: of functions drawn again, with replacement (Efron, 1979).
+
+    Args:
+        logits: as for `compute_metrics`, as are `labels` and `example_ids`.
+        labels: as there.
+        example_ids: as there.
+        threshold: the probability above which functions count as defective.
+        seed: of the 1,000 samples.
+
+    Returns:
+        The 2.5th and 97.5th percentile of `accuracy`, `f1`, `precision`, `recall`, `mcc`, `roc_auc`,
+        `average_precision` and `vd_score`. Samples in which a score is not defined are left out.
+
+    Raises:
+        ValueError: as `compute_metrics`.
+    """
+    functions, targets = by_function(logits, labels, example_ids)
+    odds, called = functions[:, 1] - functions[:, 0], probabilities(functions) > threshold
+    order = np.argsort(-odds, kind="stable")
+    last_of_equals = np.append(np.diff(odds[order]) < 0, True)
+    random, size = np.random.default_rng(seed), len(targets)
+    values = [
+        _scores_of_sample(
+            targets[order], called[order], last_of_equals, random.multinomial(size, np.full(size, 1 / size))
+        )
+        for _ in range(RESAMPLES)
+    ]
+    intervals = {}
+    for name in values[0]:
+        defined = [each[name] for each in values if math.isfinite(each[name])] or [math.nan]
+        intervals[name] = np.percentile(defined, (2.5, 97.5)).tolist()
+    return intervals
+
+
+def _scores_of_sample(targets: Any, called: Any, last_of_equals: Any, weights: Any) -> dict[str, float]:
+    """Some of the scores of functions that count so many times each, by falling scores; fast, unlike scikit-learn's.
+
+    All arguments are [N]: the classes, the predicted ones, whether the next function's score is another, the times.
+    """
+    num, positives, found, right = weights.sum(), weights @ targets, weights @ called, weights @ (targets * called)
+    clean, wrong = num - positives, found - right
+    hits = np.append(0, np.cumsum(weights * targets)[last_of_equals])
+    alarms = np.append(0, np.cumsum(weights * (1 - targets))[last_of_equals])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {
+            "accuracy": (num - wrong - (positives - right)) / num,
+            "f1": 2 * right / (found + positives),
+            "precision": right / found,
+            "recall": right / positives,
+            "mcc": (right * num - found * positives) / np.sqrt(1.0 * found * positives * (num - found) * clean),
+            "roc_auc": np.diff(alarms) @ (hits[1:] + hits[:-1]) / (2 * positives * clean),
+            "average_precision": np.nansum(np.diff(hits) * hits[1:] / (hits + alarms)[1:]) / positives,
+            "vd_score": 1 - hits[alarms <= MAX_FPR * clean].max() / positives,
+        }
 
 
 def compute_metrics(
@@ -53,7 +192,7 @@ def compute_metrics(
 
     Returns:
         The `classification_scores` at 0.5, the `positive_share`, and the number of functions, `num_examples`. With a
-        `threshold`, that and `accuracy_at_threshold`, `f1_at_threshold` and `mcc_at_threshold`.
+        `threshold`, that and the scores of classes there: `accuracy_at_threshold` and so on.
 
     Raises:
         ValueError: shapes do not match, logits are not finite, or rows of one function have different labels.
@@ -62,8 +201,9 @@ def compute_metrics(
     result = classification_scores(functions.argmax(axis=1), targets, functions[:, 1] - functions[:, 0])
     result |= {"positive_share": float(targets.mean()), "num_examples": len(targets)}
     if threshold is not None:
-        at = classification_scores((_probabilities(functions) > threshold).astype(int), targets)
-        result |= {"threshold": threshold, **{f"{name}_at_threshold": at[name] for name in ("accuracy", "f1", "mcc")}}
+        at = classification_scores((probabilities(functions) > threshold).astype(int), targets)
+        del at["majority_accuracy"]
+        result |= {"threshold": threshold, **{f"{name}_at_threshold": score for name, score in at.items()}}
     return result
 
 
@@ -78,20 +218,21 @@ def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float
         A probability of class 1. Functions above it count as defective. 0.5 if no threshold has a positive MCC.
     """
     functions, targets = by_function(logits, labels, example_ids)
-    probabilities = _probabilities(functions)
-    order = probabilities.argsort()
-    probabilities, targets = probabilities[order], targets[order]
-    cuts = (probabilities[:-1] + probabilities[1:]) / 2
+    found = probabilities(functions)
+    order = found.argsort()
+    found, targets = found[order], targets[order]
+    cuts = (found[:-1] + found[1:]) / 2
     num, positives = len(targets), int(targets.sum())
     called = num - np.arange(1, num)  # functions above each cut
     right = positives - targets.cumsum()[:-1]  # defective ones among them
-    between = (probabilities[:-1] <= cuts) & (cuts < probabilities[1:])
+    between = (found[:-1] <= cuts) & (cuts < found[1:])
     # MCC times √(positives · (num − positives)), which is the same for all cuts.
     mcc = between * (right * num - called * positives) / np.sqrt(called * (num - called))
     return float(cuts[mcc.argmax()]) if (mcc > 0).any() else 0.5
 
 
-def _probabilities(logits: Any) -> Any:
+def probabilities(logits: Any) -> Any:
+    """The probability of class 1 [N], by logits [N, 2] in NumPy."""
     return torch.from_numpy(logits[:, 1] - logits[:, 0]).sigmoid().numpy()
 
 

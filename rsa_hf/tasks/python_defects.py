@@ -23,7 +23,7 @@ import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import setitem
@@ -84,6 +84,9 @@ class Example:
     name: str = ""  # its qualified name within the file
     kind: str = ""  # the injected defect, one of `DEFECT_KINDS`; empty for a clean function
     idx: int | None = None  # its number within a data set that has numbers
+    pair: int | None = None  # which its twin has too: the same function with, or without, the defect
+    project: str = ""  # that it comes from, if the data says so
+    time: Any = None  # when it was written, if the data says so
 
 
 def load_python_defects(
@@ -115,7 +118,11 @@ def load_python_defects(
             func, kind = defect
             taken.add(func)
             usage[split][kind] += 1
-            splits[split] += [clean, Example(func, 1, clean.path, clean.name, kind)]
+            pair = len(splits[split]) // 2
+            splits[split] += [
+                replace(clean, pair=pair),
+                Example(func, 1, clean.path, clean.name, kind, pair=pair),
+            ]
     return splits
 
 

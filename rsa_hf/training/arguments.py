@@ -133,12 +133,13 @@ class RSATrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments(Generic[Data]):
-    """All settings of a run."""
+    """All settings of a run, and the keys of those that were given."""
 
     model: ModelArguments
     rsa: RSAArguments
     data: Data
     training: RSATrainingArguments
+    given: frozenset[str] = frozenset()
 
 
 def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArguments[Data]:
@@ -171,7 +172,9 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
             value = getattr(part, each.name)
             if isinstance(value, str) and each.name.endswith(("_file", "_dir", "_name", "_or_path", "_checkpoint")):
                 setattr(part, each.name, expanded(value))
-    return RunArguments(*parts)
+    given = {*content, *(word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--"))}
+    model, rsa, data, training = parts
+    return RunArguments(model, rsa, data, training, frozenset(given))
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]  # it has no types

@@ -64,8 +64,9 @@ def finish_run(
     folder: RunFolder,
     scores: Mapping[str, Mapping[str, float]],
     table: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
 ) -> None:
-    """Save the model with its card, the results and the pictures, print the table, and push if asked.
+    """Save the model with its card, the results and the pictures, print the table and the notes, and push if asked.
 
     The scores are those of each split, and "calibration", the losses before training; in `all_results.json`, NaN and
     infinity become null. The header is the first row of the table.
@@ -92,11 +93,12 @@ def finish_run(
         if is_patched(model):
             trainer.create_model_card()
         _draw_curves(trainer.state.log_history, output / "curves.png")
-        print(f"\n{format_table(table)}\n\nwritten: {output}")
+        shown = "\n".join([format_table(table), *notes])
+        print(f"\n{shown}\n\nwritten: {output}")
     if args.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
-        folder.finish(format_table(table))
+        folder.finish(shown)
 
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:

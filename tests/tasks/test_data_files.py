@@ -45,9 +45,10 @@ def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, en
         ('{"func": "\udcff", "target": 0}', "can't decode byte 0xff"),
         ('{"func": "\\ud800", "target": 0}', "surrogates not allowed"),
         ("[" * 100_000, "recursion"),
-        ("[1, 2]", "no text in 'func', or no label 0 or 1 in 'target'"),
-        *((f'{{"func": {func}, "target": 1}}', "no text in 'func'") for func in (r'" \n\t"', "null")),
-        *((f'{{"func": "f", "target": {label}}}', "no label 0 or 1") for label in ("2", '"1"', "null")),
+        ("[1, 2]", "no fields with names"),
+        ('{"target": 1}', "no column 'func'"),
+        *((f'{{"func": {func}, "target": 1}}', "func=.* is no text") for func in (r'" \n\t"', "null")),
+        *((f'{{"func": "f", "target": {label}}}', "target=.* is no label") for label in ("2", '"x"', "NaN", "1.5")),
     ],
 )  # fmt: skip
 def test_the_error_names_a_bad_line(tmp_path, row, message):
@@ -102,7 +103,7 @@ def test_archives_and_tables_are_refused(tmp_path, kind):
     for name in (f"a.{kind}", f"a.{kind}.gz", *(() if kind == "csv" else ("a.txt", "a.txt.gz", "a.jsonl"))):
         path = tmp_path / name
         path.write_bytes(gzip.compress(packed.getvalue()) if path.suffix == ".gz" else packed.getvalue())
-        for read, config in BOTH:
+        for read, config in BOTH[:1] if kind == "csv" else BOTH:  # functions may be a table
             with pytest.raises(ValueError, match=name):
                 read(config(train_file=str(path)))
 

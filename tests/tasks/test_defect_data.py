@@ -1,14 +1,15 @@
-"""The data of defect detection: files, de-duplication, subsampling, the audit. test_data_files.py has what goes wrong."""
+"""The data of defect detection: splits, de-duplication, subsampling. test_defect_formats.py reads published formats."""
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsa_hf.tasks import defect_data
-from rsa_hf.tasks.defect_data import DefectDataConfig, Example, audit, format_audit, load_defect_data
+from rsa_hf.tasks import DefectDataConfig, audit, load_defect_data
+from rsa_hf.tasks.defect_data import Example, subsample
 
 
 def config_of(folder, splits, **options) -> DefectDataConfig:
@@ -25,7 +26,16 @@ def pairs(examples):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dataset_name": "x", "test_file": "a.jsonl"}, {"max_train_samples": 1}, {"max_eval_samples": 0}]
+    "settings",
+    [
+        {"dataset_name": "x", "test_file": "a.jsonl"},
+        {"max_train_samples": 1},
+        {"max_eval_samples": 0},
+        {"label_values": ["bad"]},
+        {"split_by": "random"},
+        {"split_by": "time", "train_file": "a.jsonl"},
+        {"validation_split_percentage": 60, "test_split_percentage": 40},
+    ],
 )
 def test_bad_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
@@ -52,7 +62,7 @@ def test_the_hub_gives_functions(hub_data):
     hub_data.returns = {"train": rows, "valid": rows}
     columns = {"text_column_name": "code", "label_column_name": "bug"}
     config = DefectDataConfig("owner/name", "small", validation_split_name="valid", deduplicate=False, **columns)
-    functions = [Example("f", 1, idx=7), Example("g", 0, idx=3)]
+    functions = [Example("f", 1, idx=7, project="a"), Example("g", 0, idx=3, project="b")]
     assert load_defect_data(config) == {"train": functions, "validation": functions}
     assert hub_data.calls == [("owner/name", "small")]
 
@@ -73,9 +83,9 @@ def test_deduplication_changes_the_training_split_only(tmp_path):
 @given(targets=st.lists(st.integers(0, 1), min_size=2, max_size=60), limit=st.integers(2, 70), seed=st.integers(0, 5))
 def test_a_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
     examples = [Example(str(i), target) for i, target in enumerate(targets)]
-    kept = defect_data._subsample(examples, limit, seed)
+    kept = subsample(examples, limit, seed)
     assert len(kept) == min(limit, len(examples))
-    assert kept == defect_data._subsample(examples, limit, seed)
+    assert kept == subsample(examples, limit, seed)
     positions = [int(example.func) for example in kept]
     assert positions == sorted(set(positions))
     before, after = Counter(targets), Counter(example.target for example in kept)
@@ -94,20 +104,6 @@ def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
             assert 60 <= len(clean.func) <= 200
 
 
-def test_the_audit_counts_duplicates_and_conflicting_labels():
-    splits = {
-        "train": [Example(text, target) for text, target in (("a", 0), ("a ", 0), ("b", 1), ("b", 0), ("c", 0))],
-        "validation": [Example("h", 1), Example("c", 1)],
-        "test": [Example("c", 1), Example("h", 1), Example("h", 1)],
-    }
-    report = audit(splits, {"train": 0.25, "validation": 0.0, "test": 1.0}, max_length=9)
-    train = {"examples": 5, "positives": 1, "majority_share": 0.8, "duplicates": 2, "conflicting_labels": 1}
-    assert report["splits"]["train"] == {**train, "fill_max_length": 0.25}
-    assert report["cross_split_copies"] == {"train/validation": 1, "train/test": 1, "validation/test": 2}
-    assert report["conflicting_labels"] == 2
-    assert format_audit(report).splitlines()[2].split() == ["train", "5", "1", "80.00%", "2", "1", "25.00%"]
-
-
 def test_devign_has_the_published_counts(devign_folder):
     """As published, and de-duplicated."""
     names = {"train": "train", "validation": "valid", "test": "test"}
@@ -115,9 +111,9 @@ def test_devign_has_the_published_counts(devign_folder):
     raw = load_defect_data(DefectDataConfig(deduplicate=False, **files))
     sizes = {split: (len(examples), sum(e.target for e in examples)) for split, examples in raw.items()}
     assert sizes == {"train": (21854, 10018), "validation": (2732, 1187), "test": (2732, 1255)}
-    report = audit(raw, dict.fromkeys(raw, 0.0), max_length=400)
+    report = audit(raw)
     assert report["conflicting_labels"] == 76
-    assert sum(report["cross_split_copies"].values()) == 19
+    assert sum(report["cross_split_duplicates"].values()) == 19
     assert sum(numbers["duplicates"] for numbers in report["splits"].values()) == 27318 - 27239 - 19
 
     kept = load_defect_data(DefectDataConfig(max_train_samples=2000, **files))
@@ -127,3 +123,77 @@ def test_devign_has_the_published_counts(devign_folder):
     assert not functions & evaluated
     assert sum(e.target for e in kept["train"]) / 2000 == pytest.approx(10018 / 21854, abs=0.002)
     assert kept["test"] == raw["test"]
+
+
+# --- splits that are made ---------------------------------------------------------------------------------------------
+
+
+def rows_of(number, projects):
+    """Functions of projects of different sizes, in the order of time."""
+    return [
+        {"func": f"f{i}", "target": i % 2, "project": f"p{i * i % projects}", "when": f"2020-01-{1 + i // 4:02}"}
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("by", ["random", "project", "time"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_splits_are_made_of_whole_pairs_and_projects_in_time(tmp_path, by, paired):
+    path = tmp_path / "all.jsonl"
+    rows = rows_of(120, 13)
+    if paired:
+        for first, second in zip(rows[::2], rows[1::2], strict=True):
+            second["project"] = first["project"]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = DefectDataConfig(
+        train_file=str(path), split_by=by, time_column_name="when", paired=paired, test_split_percentage=20
+    )
+    splits = load_defect_data(config)
+    assert sorted(e.func for part in splits.values() for e in part) == sorted(row["func"] for row in rows)
+    sizes = {split: len(part) for split, part in splits.items()}
+    assert sizes == pytest.approx({"train": 84, "validation": 12, "test": 24}, abs=8)
+    if by == "project":
+        projects = [{e.project for e in part} for part in splits.values()]
+        assert not projects[0] & projects[1] and not (projects[0] | projects[1]) & projects[2]
+    if by == "time":
+        times = [[e.time for e in part] for part in splits.values()]
+        assert max(times[0]) <= min(times[1]) and max(times[1]) <= min(times[2])
+    if paired:
+        pairs_of = [{e.pair for e in part} for part in splits.values()]
+        assert sum(map(len, pairs_of)) == 60 == len(set.union(*pairs_of))
+    # The same split is made to be scored, another with another seed.
+    assert load_defect_data(config, only="test") == {"test": splits["test"]}
+    other = load_defect_data(replace(config, sample_seed=1), only="test")["test"]
+    assert (other == splits["test"]) is (by == "time")
+
+
+def test_splits_that_are_given_stay(tmp_path):
+    rows = [(f"f{i}", i % 2) for i in range(40)]
+    splits = load_defect_data(config_of(tmp_path, {"train": rows, "test": [("x", 0), ("y", 1)]}, split_by="random"))
+    assert {split: len(part) for split, part in splits.items()} == {"train": 36, "validation": 4, "test": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split_by": "project"}, "function 1 has no project; project_column_name"),
+        ({"split_by": "time", "time_column_name": "when"}, "no column 'when'"),
+        ({"split_by": "time", "time_column_name": "func"}, "time_column_name='func'.*no order"),
+        ({"paired": True}, "functions 1 and 2 have labels 0 and 0"),
+    ],
+)
+def test_splits_and_pairs_that_cannot_be_made_are_explained(tmp_path, settings, message):
+    path = tmp_path / "train.jsonl"
+    rows = [{"func": f"f{i}", "target": i // 2} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    if "func" in settings.values():
+        settings = {**settings, "text_column_name": "code"}
+        path.write_text('{"code": "a", "func": 1, "target": 0}\n{"code": "b", "func": "x", "target": 1}')
+    with pytest.raises(ValueError, match=message):
+        load_defect_data(DefectDataConfig(train_file=str(path), **settings))
+
+
+def test_a_subsample_is_said(tmp_path, capfd):
+    rows = [(f"f{i}", i % 2) for i in range(40)]
+    load_defect_data(config_of(tmp_path, {"train": rows, "test": rows}, max_eval_samples=10, deduplicate=False))
+    assert capfd.readouterr().err == "test: 10 of 40 functions are used (max_eval_samples)\n"

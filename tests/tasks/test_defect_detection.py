@@ -1,5 +1,6 @@
 """Model inputs of defect detection, its scores, and a run on Devign."""
 
+import csv
 import json
 import lzma
 from itertools import islice
@@ -19,10 +20,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
+    pipeline,
 )
 
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
-from rsa_hf.tasks.defect_detection import class_weights, evaluate, main, tokenize
+from rsa_hf.tasks.defect_detection import _rows_and_tokens, class_weights, evaluate, main, predict, tokenize
 from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
 
 PAD, CLS, SEP = 0, 1, 2
@@ -65,10 +67,96 @@ def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_p
     # In another order, it is another.
     in_order = zip(predictions.values(), map(answers.get, sorted(answers)), strict=True)
     assert sum(prediction == answer for prediction, answer in in_order) / 400 != scores["test_accuracy"]
-    # The saved model has the same scores, at the threshold of its run.
-    again = evaluate(str(output), "validation", arguments)
+    # The saved model has the same scores, at the threshold and length of its run.
+    files = [word for word in arguments if "_file=" in word]
+    again = evaluate(str(output), "validation", files)
+    assert set(again.pop("intervals")) >= {"f1", "vd_score"}
     assert again == pytest.approx({key: scores[f"eval_{key}"] for key in again}, abs=1e-6)
     assert "threshold" in again
+    # So have a pipeline of transformers, and `predict`, which reads no labels.
+    functions = [json.loads(line)["func"] for line in path.read_text().splitlines()]
+    found = predict(str(output), str(path), files)
+    assert [each["idx"] for each in found] == list(answers)
+    assert {each["label"] for each in found} <= {"clean", "defective"}
+    assert [each["label"] == "defective" for each in found] == [each["score"] > again["threshold"] for each in found]
+    classes = [int(each["score"] > 0.5) for each in found]
+    assert classes == [predictions[each["idx"]] for each in found]
+    classifier = pipeline("text-classification", str(output), top_k=None)
+    for each, answer in zip(found[:40], classifier(functions[:40], truncation=True), strict=True):
+        assert {part["label"]: part["score"] for part in answer}["defective"] == pytest.approx(each["score"], abs=1e-5)
+    with lzma.open(tmp_path / "unlabelled.csv.xz", "wt", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["code"], *([function] for function in functions[:3])])
+    unlabelled = predict(str(output), str(tmp_path / "unlabelled.csv.xz"), [])
+    assert [each["idx"] for each in unlabelled] == [0, 1, 2]
+    assert [each["score"] for each in unlabelled] == pytest.approx([each["score"] for each in found[:3]], abs=1e-5)
+    audit = json.loads((output / "audit.json").read_text())
+    assert audit["splits"]["test"]["examples"] == 400 and "accuracy" in audit["word_counts"]["test"]
+    assert (output / "confusion_test.png").stat().st_size > 1000
+
+
+def test_a_run_reports_pairs_and_says_when_all_answers_are_one(tmp_path, data_folder, capsys):
+    keys = {"model_type": "bert", "max_seq_length": 16, "max_steps": 1, "use_cpu": True, "report_to": "none"}
+    model = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 50265}
+    keys |= {"config_overrides": json.dumps(model), "tokenizer_name": data_folder / "tokenizers" / "roberta"}
+    keys |= {"max_train_samples": 40, "max_eval_samples": 20, "max_characters": 100, "learning_rate": 0, "rsa": "none"}
+    main([f"--{key}={value}" for key, value in (keys | {"output_dir": tmp_path / "run"}).items()])
+    scores = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    rates = [scores[f"test_pair_{name}"] for name in ("correct", "vulnerable", "benign", "reversed")]
+    assert sum(rates) == pytest.approx(1)
+    lines = capsys.readouterr().out.splitlines()
+    of_pairs, words = ([line for line in lines if line.startswith(start)] for start in ("pairs of test", "counts of"))
+    assert f"told apart {rates[0]:.2%}" in of_pairs[0] and f"reversed {rates[3]:.2%}" in of_pairs[0]
+    assert len(words) == 4  # in the audit and in the table, of validation and test
+    share = scores["test_predicted_positive_share"]
+    assert any("WARNING: all functions of test" in line for line in lines) is (share in (0, 1))
+
+
+def test_scores_with_one_percent_of_positives_by_hand(tmp_path, data_folder):
+    """F1 and VD-S from `predictions.jsonl` alone, and the file for CodeXGLUE's evaluator."""
+    keys = {"model_type": "bert", "max_seq_length": 16, "max_steps": 4, "use_cpu": True, "report_to": "none"}
+    model = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 50265}
+    keys |= {"config_overrides": json.dumps(model), "tokenizer_name": data_folder / "tokenizers" / "roberta"}
+    targets = [int(i % 100 == 7) for i in range(400)]
+    for split in ("train", "validation", "test"):
+        keys[f"{split}_file"] = path = tmp_path / f"{split}.csv"
+        rows = [[f"int {split}{i}() {{ gets(a{i * i % 7}); }}", target] for i, target in enumerate(targets)]
+        path.write_text("code,label\n" + "".join(f"{func},{target}\n" for func, target in rows))
+    main([f"--{key}={value}" for key, value in (keys | {"output_dir": tmp_path / "run"}).items()])
+    scores = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    found = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    assert [row["idx"] for row in found] == [*range(400)]
+    for at, classes in (
+        ("", [row["score"] > 0.5 for row in found]),
+        ("_at_threshold", [row["label"] == "defective" for row in found]),
+    ):
+        right = sum(called and target for called, target in zip(classes, targets, strict=True))
+        wrong = sum(classes) - right
+        f1 = 2 * right / (2 * right + wrong + 4 - right) if right else 0
+        assert scores[f"test_f1{at}"] == pytest.approx(f1)
+        assert scores[f"test_predicted_positive_share{at}"] == sum(classes) / 400
+    clean = sorted((row["score"] for row, target in zip(found, targets, strict=True) if not target), reverse=True)
+    threshold = clean[1]  # 1 of 396 clean functions may be above it, 2 are more than 0.5 %
+    missed = sum(row["score"] <= threshold for row, target in zip(found, targets, strict=True) if target)
+    assert scores["test_vd_score"] == missed / 4
+    lines = [f"{row['idx']}\t{int(row['score'] > 0.5)}" for row in found]
+    assert (tmp_path / "run" / "predictions.txt").read_text().splitlines() == lines
+
+
+def test_validation_without_one_class_is_refused(tmp_path, data_folder):
+    keys = {"model_type": "bert", "tokenizer_name": data_folder / "tokenizers" / "roberta", "max_seq_length": 16}
+    for split, targets in (("train", (0, 1)), ("validation", (0, 0))):
+        keys[f"{split}_file"] = path = tmp_path / f"{split}.jsonl"
+        path.write_text("\n".join(json.dumps({"func": f"{split}{i}", "target": t}) for i, t in enumerate(targets)))
+    keys |= {"output_dir": tmp_path / "run", "config_overrides": '{"vocab_size": 50265, "num_hidden_layers": 1}'}
+    with pytest.raises(ValueError, match="no validation split of both classes.*split_by"):
+        main([f"--{key}={value}" for key, value in keys.items()])
+
+
+@pytest.mark.parametrize("cutting", ["truncate", "chunk"])
+def test_the_number_of_tokens_is_that_of_the_uncut_function(tokenizer, cutting):
+    examples = [Example(words(n), 0) for n in (1, 6, 7, 30)]
+    config = DefectDataConfig(max_seq_length=8, long_functions=cutting, chunk_overlap=3)
+    assert _rows_and_tokens(examples, tokenizer, config)[1] == [3, 8, 9, 32]
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""`rsa-hf audit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rsa_hf.cli.common import help_with_keys, install_hooks, task_module, user_input
+
+
+def _keys() -> None:
+    task_module("defect").audit_data(["--help"])
+
+
+def audit(
+    context: typer.Context,
+    output: Annotated[str | None, typer.Option(help="A JSON file to write the numbers to.")] = None,
+    _: Annotated[bool, help_with_keys(_keys)] = False,
+) -> None:
+    """Count what can mislead in the data of defect detection: rsa-hf audit [CONFIG] [--key value …].
+
+    Copies within and across splits, contradictory labels, the share of defective functions, what is cut at
+    max_seq_length if a tokenizer_name or model_name_or_path is given, and the scores of a detector that counts words.
+    Of the keys of a run, those of the data are used.
+
+    Example: rsa-hf audit --train_file train.jsonl --validation_file valid.jsonl --test_file test.jsonl
+    """
+    install_hooks()
+    with user_input():
+        from rsa_hf.tasks import format_audit
+        from rsa_hf.utils.files import write_text
+        from rsa_hf.utils.text import finite_or_null
+
+        report = task_module("defect").audit_data(context.args)
+        print(format_audit(report))
+        if output is not None:
+            write_text(Path(output), json.dumps(finite_or_null(report), indent=2) + "\n")

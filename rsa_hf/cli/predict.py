@@ -1,0 +1,42 @@
+"""`rsa-hf predict`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rsa_hf.cli.common import help_with_keys, install_hooks, task_module, user_input
+
+
+def _keys() -> None:
+    task_module("defect").predict("", "", ["--help"])
+
+
+def predict(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder of a defect detector, or its name on the Hub.")],
+    functions: Annotated[str, typer.Argument(help="A file of functions: JSON lines, a JSON array, CSV or Parquet.")],
+    output: Annotated[str | None, typer.Option(help="A file to write to. Default: standard output.")] = None,
+    _: Annotated[bool, help_with_keys(_keys)] = False,
+) -> None:
+    """Score functions without labels by a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
+
+    Writes a line of JSON for each function: idx, its own or its place; score, the probability of a defect; and label,
+    clean or defective by the threshold that the model's run chose. Of the keys of a run, text_column_name, how
+    functions are cut, and per_device_eval_batch_size are used.
+
+    Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
+    """
+    install_hooks()
+    with user_input():
+        from rsa_hf.utils.files import write_text
+
+        found = task_module("defect").predict(model, functions, context.args)
+        lines = "".join(json.dumps(each) + "\n" for each in found)
+        if output is None:
+            print(lines, end="")
+        else:
+            write_text(Path(output), lines)

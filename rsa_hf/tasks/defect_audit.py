@@ -1,0 +1,142 @@
+"""What can make the scores of a defect detector misleading: copies, contradictory labels, cut functions, easy words.
+
+Copies are counted twice: `duplicates` are equal up to whitespace; `clones` up to whitespace, comments and identifiers.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+from rsa_hf.tasks.defect_data import conflicting, digest_of, identity, subsample
+from rsa_hf.tasks.defect_scores import classification_scores
+from rsa_hf.tasks.python_defects import Example
+from rsa_hf.utils.text import format_table
+
+# Of Python, C, C++ and Java. Other words are identifiers.
+_KEYWORDS = frozenset(keyword.kwlist) | frozenset(
+    re.findall(
+        r"\w+",
+        "auto bool case catch char const default delete do double enum extern float goto inline int long namespace "
+        "new NULL nullptr operator private protected public register restrict short signed sizeof static struct "
+        "switch template this throw typedef typename union unsigned using virtual void volatile true false self",
+    )
+)
+_STRING = r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+_COMMENTS = re.compile(_STRING + r"|/\*.*?\*/|//[^\n]*", re.DOTALL)
+_PYTHON_COMMENTS = re.compile(_STRING + r"|#[^\n]*")
+_PYTHON = re.compile(r"\s*(?:@|def\b|class\b|async\b)")
+_WORDS = re.compile(r"[A-Za-z_]\w*")
+_TOKENS = r"\w+|[^\w\s]"  # of the baseline: words, numbers and signs
+BASELINE_FUNCTIONS = 20_000  # that it is fitted to, at most
+
+
+def audit(
+    splits: Mapping[str, Sequence[Example]], tokens: Mapping[str, Sequence[int]] | None = None, max_length: int = 0
+) -> dict[str, Any]:
+    """Count what can make scores misleading.
+
+    Args:
+        splits: the functions of each split, none empty.
+        tokens: the number of tokens of each function, uncut, by split; None or empty: not known.
+        max_length: number of tokens that the model sees, of which the rest is cut off.
+
+    Returns:
+        Numbers for `json.dump`. Of each split in "splits": `examples`, `positives`, `positive_share`, `duplicates` and
+        `clones` of an earlier function of the split, `conflicting_labels` (distinct functions with both labels), and
+        with `tokens` the shares `functions_cut` and `tokens_cut`. Over all splits: `conflicting_labels`, and by pairs
+        of splits `cross_split_duplicates`, `cross_split_clones` and `cross_split_projects`.
+    """
+    texts = {split: {identity(example) for example in examples} for split, examples in splits.items()}
+    clones = {split: {clone_group(example.func) for example in examples} for split, examples in splits.items()}
+    projects = {split: {e.project for e in examples if e.project} for split, examples in splits.items()}
+    statistics = {}
+    for split, examples in splits.items():
+        size, positives = len(examples), sum(example.target for example in examples)
+        statistics[split] = {
+            "examples": size,
+            "positives": positives,
+            "positive_share": positives / size,
+            "duplicates": size - len(texts[split]),
+            "clones": size - len(clones[split]),
+            "conflicting_labels": len(conflicting(examples)),
+        }
+        if counts := tokens and tokens[split]:
+            statistics[split] |= {
+                "functions_cut": sum(count > max_length for count in counts) / size,
+                "tokens_cut": sum(max(0, count - max_length) for count in counts) / sum(counts),
+            }
+
+    def shared(sets: Mapping[str, set[Any]]) -> dict[str, int]:
+        return {f"{a}/{b}": len(sets[a] & sets[b]) for a, b in combinations(sets, 2)}
+
+    return {
+        **({"max_length": max_length} if tokens and any(tokens.values()) else {}),
+        "splits": statistics,
+        "conflicting_labels": len(conflicting(e for examples in splits.values() for e in examples)),
+        "cross_split_duplicates": shared(texts),
+        "cross_split_clones": shared(clones),
+        "cross_split_projects": shared(projects),
+    }
+
+
+def clone_group(func: str) -> bytes:
+    """What functions share that are equal up to whitespace, comments and identifiers: a digest."""
+    comments = _PYTHON_COMMENTS if _PYTHON.match(func) else _COMMENTS
+    named: Callable[[re.Match[str]], str] = lambda word: word[0] if word[0] in _KEYWORDS else "x"  # noqa: E731
+    return digest_of("".join(_WORDS.sub(named, comments.sub(r"\1", func)).split()))
+
+
+def format_audit(report: Mapping[str, Any]) -> str:
+    """The result of `audit` in lines for the terminal, with one row for each split.
+
+    Its entries "split_by" and "word_counts" are shown if they are there: how splits were made, and the scores of
+    `word_count_baseline`.
+    """
+    cut = [f"longer than {report['max_length']} tokens", "tokens cut"] if "max_length" in report else []
+    rows = [["split", "functions", "defective", "share", "duplicates", "clones", "both labels", *cut]]
+    for split, numbers in report["splits"].items():
+        cells = (f"{value:.2%}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
+        rows.append([split, *cells])
+    lines = [format_table(rows)]
+    for name in ("duplicates", "clones", "projects"):
+        counts = report[f"cross_split_{name}"]
+        if counts:
+            lines.append(f"{name} in two splits: " + ", ".join(f"{pair} {count:,}" for pair, count in counts.items()))
+    lines.append(f"functions with both labels, over all splits: {report['conflicting_labels']:,}")
+    if report.get("split_by"):
+        lines.append(f"splits that were not given were made by {report['split_by']}")
+    for split, scores in report.get("word_counts", {}).items():
+        shown = ("accuracy", "f1", "mcc", "average_precision", "vd_score", "majority_accuracy")
+        figures = ", ".join(f"{name} {scores[name]:.2%}" for name in shown)
+        lines.append(f"counts of words on {split}: {figures}")
+    return "\n".join(lines)
+
+
+def word_count_baseline(splits: Mapping[str, Sequence[Example]]) -> dict[str, dict[str, float]]:
+    """The `classification_scores` of a detector that counts words, and pairs of them, on each split but "train".
+
+    Logistic regression on TF-IDF weights of tokens (words, numbers and signs), fitted to at most 20,000 training
+    functions. A model that does not score higher may have learned nothing else.
+    """
+    train = subsample(list(splits["train"]), BASELINE_FUNCTIONS, seed=0)
+    counts = TfidfVectorizer(token_pattern=_TOKENS, lowercase=False, ngram_range=(1, 2), sublinear_tf=True)
+    detector = make_pipeline(counts, LogisticRegression(max_iter=1000))
+    detector.fit([example.func for example in train], targets_of(train))
+    scores = {}
+    for split in (split for split in splits if split != "train"):
+        odds = detector.decision_function([example.func for example in splits[split]])
+        scores[split] = classification_scores((odds > 0).astype(int), targets_of(splits[split]), odds)
+    return scores
+
+
+def targets_of(examples: Iterable[Example]) -> list[int]:
+    """The labels of functions."""
+    return [example.target for example in examples]

@@ -1,0 +1,145 @@
+"""Published formats of defect data sets: small ones, made by hand, that hold the same functions."""
+
+import csv
+import gzip
+import json
+import lzma
+
+import datasets
+import pytest
+
+from rsa_hf.tasks import DefectDataConfig, load_defect_data
+from rsa_hf.tasks.data_files import read_table
+from rsa_hf.tasks.defect_data import read_examples
+
+LONG = "int g() { return " + "1 + " * 40_000 + "1; }"  # 160,000 characters
+FUNCTIONS = [('int f(char *s)\n{\n  return s[0];  // "first", ü\n}', 1), (LONG, 0), ("void h() {}", 0)]
+COLUMNS = {
+    "devign": ("func", "target", {"idx": 5, "project": "qemu", "commit_id": "a1"}),
+    "diversevul": ("func", "target", {"cwe": ["CWE-79"], "project": "qemu", "message": "fix"}),
+    "primevul": ("func", "target", {"idx": 5, "project": "qemu", "cve": None, "cwe": ["CWE-79"]}),
+    "bigvul": ("func_before", "vul", {"project": "qemu", "func_after": "-", "CVE ID": "CVE-1"}),
+    "reveal": ("code", "label", {"project": "qemu", "size": 3}),
+}
+
+
+def rows_of(name, functions=FUNCTIONS):
+    text, label, others = COLUMNS[name]
+    return [{**others, text: func, label: target} for func, target in functions]
+
+
+def as_json_lines(rows, folder=None):
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def as_json_array(rows, folder=None):
+    return json.dumps(rows, indent=1).encode()
+
+
+def as_csv(rows, folder):
+    with open(folder / "made.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return (folder / "made.csv").read_bytes()
+
+
+def as_parquet(rows, folder):
+    datasets.Dataset.from_list(rows).to_parquet(folder / "made.parquet")
+    return (folder / "made.parquet").read_bytes()
+
+
+def read(path, **settings):
+    return read_examples(read_table(path), DefectDataConfig(**settings))
+
+
+@pytest.mark.parametrize("kind", [as_json_lines, as_json_array, as_csv, as_parquet])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_every_format_gives_the_same_functions(name, kind, tmp_path):
+    data = kind(rows_of(name), tmp_path)
+    for ending, packed in (
+        ("", data),
+        (".gz", gzip.compress(data)),
+        (".xz", lzma.compress(data)),
+        (" renamed", gzip.compress(data)),
+    ):
+        if ending and kind is as_parquet:
+            continue
+        path = tmp_path / f"data.jsonl{ending}"  # the name does not say what it is
+        path.write_bytes(packed)
+        examples = read(path)
+        assert [(e.func, e.target) for e in examples] == FUNCTIONS
+        assert {e.project for e in examples} == {"qemu"}
+        if kind is not as_csv:
+            assert {e.idx for e in examples} == {5 if name in ("devign", "primevul") else None}
+
+
+@pytest.mark.parametrize("labels", [(0, 1), (False, True), ("0", "1"), ("false", "TRUE")])
+def test_labels_are_numbers_truths_or_these_in_words(labels, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(as_json_lines([{"func": f, "target": labels[target]} for f, target in FUNCTIONS]))
+    assert [e.target for e in read(path)] == [1, 0, 0]
+    path.write_bytes(as_csv([{"func": f, "target": labels[target]} for f, target in FUNCTIONS], tmp_path))
+    assert [e.target for e in read(path)] == [1, 0, 0]
+
+
+def test_labels_in_words_are_named(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("code,label\na,vulnerable\nb,safe\n")
+    assert [e.target for e in read(path, label_values=["safe", "vulnerable"])] == [1, 0]
+    with pytest.raises(ValueError, match="line 2: label='vulnerable' is no label, which is 0 or 1; label_values"):
+        read(path)
+    path.write_text("code,label\na,vulnerable\nb,safe\nc,unknown\n")
+    with pytest.raises(ValueError, match="line 4: label='unknown' is no label, which is safe or vulnerable"):
+        read(path, label_values=["safe", "vulnerable"])
+
+
+def test_corrected_functions_and_neighbouring_rows_are_pairs(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(as_json_lines([
+        {"func_before": "a", "func_after": "a", "vul": 0},
+        {"func_before": "b", "func_after": "fixed b", "vul": 1},
+        {"func_before": "c", "func_after": "fixed c", "vul": 1},
+    ]))  # fmt: skip
+    examples = read(path, fixed_column_name="func_after")
+    assert [(e.func, e.target) for e in examples] == [
+        *(("a", 0), ("b", 1), ("fixed b", 0), ("c", 1), ("fixed c", 0)),
+    ]
+    assert [e.pair for e in examples] == [None, 1, 1, 2, 2]
+    path.write_bytes(as_json_lines([{"func": f"f{i}", "target": 1 - i % 2} for i in range(4)]))
+    assert [e.pair for e in read(path, paired=True)] == [0, 0, 1, 1]
+    path.write_bytes(as_json_lines([{"func": f"f{i}", "target": 1 - i % 2} for i in range(3)]))
+    with pytest.raises(ValueError, match="3 functions are not a whole number of pairs"):
+        read(path, paired=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"code,label\na,0\n", "no column 'body', but \\['code', 'label'\\]"),
+        (b"body,target\na,0\nb,2\n", "line 3: target='2' is no label"),
+        (b"body,target\na,0\nb,\n", "line 3: target='' is no label"),
+        (b"body,target\na,0\n ,1\n", "line 3: body=' ' is no text"),
+        (b"body,target\na,0\nb, c,1\n", "line 3: .* more of them than the table has columns"),
+        (b'body,target\n"a,0\nb,1\n', "unexpected end of data"),
+        (b"body,target\n\xff,0\n", "can't decode byte 0xff in position"),
+        (b'[{"body": "a", "target": 0}', "delimiter"),
+        (b'[{"body": "a", "target": 0}, 3]', "entry 2: 3 has no fields"),
+        (b'[{"body": "a", "target": NaN}]', "entry 1: target=nan is no label"),
+        (b"PAR1 and nothing else", "Parquet|parquet"),
+        (b"PK\x03\x04...", "archive"),
+    ],
+)
+def test_bad_tables_end_in_one_line_that_names_the_file(data, message, tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message) as error:
+        read(path, text_column_name="body")
+    assert str(path) in str(error.value)
+
+
+def test_an_empty_file_is_an_empty_split(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="the train split is empty"):
+        load_defect_data(DefectDataConfig(train_file=str(path)))
