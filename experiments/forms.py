@@ -1,4 +1,4 @@
-"""Memories to compare REMs with: causal RSA heads with an f(τ) that rsa_hf does not have, computed with a dense P.
+"""Memories to compare REMs with: RSA heads with an f(τ) that rsa_hf does not have, computed with a dense P.
 
 * `amplitude`: f(τ) = Re(c z^{τ−1}) (`rsa_hf/rem.py`) with a learned complex c, from the paper's on.
 * `unit lag`: the same with c = 1, of sin heads −i: the last token has the weight 1.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf import RSAHeads
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import complex_powers, mix, take_heads, weights_of_lags
 
 FORMS = ("amplitude", "unit lag", "kernel", "nothing")
@@ -56,13 +57,14 @@ class FormHeads(RSAHeads):
         real, imaginary = complex_powers(rems, (lags - 1).clamp(min=0), torch.float32)
         return torch.where(lags > 0, c[:, :1] * real - c[:, 1:] * imaginary, 0)
 
-    def forward(self, attention: Tensor, value: Tensor, *_: Any) -> Tensor:
-        """Mix P V into attention [B, T, H, D], of the last T of S positions."""
+    def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask | None = None, *_: Any) -> Tensor:
+        """Mix P V into attention [B, T, H, D], of the last T of S positions; of the mask the direction is read."""
         heads, gate = self.spec.heads, self.rates()["gate"].expand(self.spec.num_rsa_heads)
         if self.form == "nothing":
             return mix(attention, torch.zeros_like(attention[:, :, list(heads)]).transpose(1, 2), gate, heads)
         T, S = attention.shape[1], value.shape[2]
         lag = torch.arange(S - T, S, device=value.device)[:, None] - torch.arange(S, device=value.device)
+        lag = lag if mask is None or mask.causal else lag.abs()
         P = torch.where(lag > 0, self.weights(S)[:, lag.clamp(min=0)], 0)
         groups = attention.shape[2] // value.shape[1]
         product = P @ take_heads(value, tuple(head // groups for head in heads), dim=1)

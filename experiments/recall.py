@@ -23,7 +23,7 @@ from experiments.runner.comparison import Comparison, all_measured, ratio
 from experiments.runner.experiment import Experiment, Size, combinations
 from experiments.runner.fit import adamw, default_device, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
-from experiments.variants import CONVOLUTION, SHIFT, make_variant
+from experiments.variants import CONVOLUTION, DEFAULT, SHIFT, make_variant
 from rsa_hf.tasks.text_blocks import IGNORED_LABEL
 
 SYMBOLS, BLANK = 512, 0  # keys are below half of the symbols, values above
@@ -32,7 +32,7 @@ RECALLED = 0.99  # share of values named right that counts as recall
 EVERY = 100  # steps between evaluations
 GROUP = ("pairs", "layers", "width", "steps")
 RIVALS = (SHIFT, CONVOLUTION)
-ARMS = ("plain", *RIVALS, "rsa")
+ARMS = ("plain", *RIVALS, DEFAULT)
 SHARE, STEPS, SHARE_OF_STEPS = "values named right", "steps to recall", f"steps to recall / {CONVOLUTION}"
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 # Pairs, layers, width, steps.
@@ -131,11 +131,11 @@ def measure(settings: Settings) -> Values:
 
 COMPARISON = Comparison(
     GROUP,
-    ("rsa", CONVOLUTION),
+    (DEFAULT, CONVOLUTION),
     lambda run: score(run.values["shares"], run.settings["steps"]),
     {
         **all_measured(SHARE, STEPS, "learning_rate"),
-        SHARE_OF_STEPS: ratio(("rsa", SHIFT), CONVOLUTION, STEPS),
+        SHARE_OF_STEPS: ratio((DEFAULT, SHIFT), CONVOLUTION, STEPS),
     },
     shown=SHARE,
     label=SHARE,
@@ -146,7 +146,7 @@ MOST = 1.5  # times the steps of the convolution
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA recalls with every seed of every task, in at most 1.5 times the steps of the convolution."""
-    ratios = rows.find(SHARE_OF_STEPS, arm="rsa")
+    ratios = rows.find(SHARE_OF_STEPS, arm=DEFAULT)
     finite = Rows(row for row in ratios if math.isfinite(row.mean))
     answer = f"steps to recall over those of the convolution: {finite.span('.2f') if finite else 'not reached'}"
     sentence = (

@@ -275,11 +275,11 @@ EXPERIMENT = Experiment(
     claim="The tokens that RSA saves do not go away when a model is trained for longer, with a learning rate that "
     "decays at the end.",
     published="None: the paper trains each model for one length.",
-    remark="The variant rsa is RSAConfig.from_scratch. The best learning rate is that of the longest training. Where "
-    "RSA's shortest training is better than plain already, its share of the tokens is an upper limit; where "
-    "its longest is worse than plain, its share is above 1: its tokens over those that plain needs for RSA's "
-    "final score. Key-value pairs are recalled after the longest training and a short one on such pairs; that is not "
-    "part of the verdict.",
+    remark="The variant rsa is not RSAConfig.from_scratch of today, see experiments/variants.py. The best learning "
+    "rate is that of the longest training. Where RSA's shortest training is better than plain already, its share of "
+    "the tokens is an upper limit; where its longest is worse than plain, its share is above 1: its tokens over "
+    "those that plain needs for RSA's final score. Key-value pairs are recalled after the longest training and a "
+    "short one on such pairs; that is not part of the verdict.",
     seeds={"toy": 2, "quick": 3, "full": 4},
     grid=make_grid,
     measure=measure,

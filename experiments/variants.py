@@ -1,7 +1,8 @@
 """The variants of a model that experiments compare.
 
 * `plain`: the model as it is.
-* `rsa`: `RSAConfig.from_scratch`: all heads are RSA heads in cyclical pairs.
+* `rsa`: all heads are RSA heads in cyclical pairs, whose gates and rates learn 20 times as fast as the weights.
+* `two free lags`: `RSAConfig.from_scratch`: as `rsa`, with the first two lags free, and at the pace of the weights.
 * `published`: half of the heads are RSA heads, with the paper's initial rates and gates of one half.
 * `alibi`: attention with linear biases (Press et al., 2022), a preference for near tokens without RSA.
 * `learned toeplitz`: as `rsa`, with a learned weight for each lag in place of a REM.
@@ -30,6 +31,7 @@ from experiments.forms import FormHeads
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 
 PUBLISHED_START = RSAConfig(gate_init=0.0)
+DEFAULT = "two free lags"
 CONVOLUTION, SHIFT, NO_RECURRENCE = "short convolution", "token shift", "no recurrence"
 LAGS = {"learned toeplitz": None, CONVOLUTION: 4, SHIFT: 1}  # number of learned lags; None: all
 WORD = 6  # bytes
@@ -37,7 +39,7 @@ PACE, HALF, DILATED = "pace of the weights", "half of the heads", "dilated heads
 BEYOND_RSA = (PACE, HALF, DILATED)
 VARIANTS = (
     *("plain", "rsa", "published", "alibi", "learned toeplitz", CONVOLUTION, "no softmax", NO_RECURRENCE),
-    *BEYOND_RSA,
+    *(*BEYOND_RSA, DEFAULT),
 )
 
 
@@ -59,10 +61,12 @@ def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> N
 
 def variant_config(variant: str, num_heads: int) -> RSAConfig | None:
     """The config of one of `VARIANTS` of a model with H heads a layer; None for `plain`."""
-    config = RSAConfig.from_scratch(num_heads)
+    default = RSAConfig.from_scratch(num_heads)
+    config = replace(default, num_free_lags=0, parameter_scale=20.0)
     half = replace(config, num_cyclical_pairs=num_heads // 4)
     configs = {
         "plain": None,
+        DEFAULT: default,
         "published": PUBLISHED_START,
         "no softmax": replace(config, gate_init=math.inf),
         PACE: replace(config, parameter_scale=1.0),

@@ -16,9 +16,12 @@ from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, 
 # In the order of the report, each with its subject.
 EXPERIMENTS = {
     "defaults": "how RSA heads start in a model that is trained from scratch",
+    "confirmation": "the start that defaults chose, with other seeds and on other texts",
     "recall": "associative recall: how soon a model names the value that a key was paired with",
     "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
     "training-length": "tokens saved after longer training, with a learning rate that decays",
+    "code-encoder": "masked language modelling of code from scratch, with and without RSA",
+    "defect": "defect detection with the encoders of code-encoder, against rivals",
     "fine-tune": "pretrained models fine-tuned with and without RSA on little data",
     "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
     "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",

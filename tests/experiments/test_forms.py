@@ -49,6 +49,18 @@ def test_a_form_is_its_weights_by_lag(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_form_in_both_directions_weighs_by_distance(form):
+    found = FormHeads(heads(), form, LAGS)
+    attention, value = torch.zeros(1, T, 4, 3), torch.randn(1, 4, T, 3)
+    with torch.no_grad():
+        mixed = found(attention, value, AttentionMask(T, T, 0, causal=False)) / float(found.rates()["gate"])
+        for h in range(3):
+            for t in range(T):
+                product = sum(f(found, h, abs(t - s)) * value[:, h, s] for s in range(T) if s != t)
+                torch.testing.assert_close(mixed[:, t, h], product + torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_form_starts_as_the_rem_and_trains_all_that_it_has(form):
     rsa = heads()
     found = FormHeads(rsa, form, T + MEMORY - 1)

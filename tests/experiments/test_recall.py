@@ -8,7 +8,7 @@ import torch
 from experiment_runs import Lookup, finished
 from experiments import recall
 from experiments.runner.experiment import find_experiment
-from experiments.variants import CONVOLUTION, make_variant
+from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
 
 def test_repeated_keys_ask_for_the_values_of_their_pairs():
@@ -47,7 +47,7 @@ def runs(arm, steps):
 )
 def test_recall_needs_every_seed_and_few_steps(steps, verdict, words):
     experiment = find_experiment("recall")
-    rows = experiment.summarise([*runs("rsa", steps), *runs(CONVOLUTION, [500.0, 600.0, 550.0])])
+    rows = experiment.summarise([*runs(DEFAULT, steps), *runs(CONVOLUTION, [500.0, 600.0, 550.0])])
     conclusion = experiment.conclude(rows)
     assert conclusion.verdict == verdict and words in conclusion.sentence
 

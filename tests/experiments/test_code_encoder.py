@@ -1,0 +1,95 @@
+"""The code encoder: its tokenizer, its masks, and a training that is interrupted."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from experiment_runs import finished
+from experiments import code_encoder
+from experiments.runner.experiment import find_experiment
+from experiments.variants import CONVOLUTION, DEFAULT
+
+TEXTS = [f"static int f{i}(char *s) {{ return s[{i * i}] == '\\n' ? {i} : -1; }} /* naïve */" for i in range(60)]
+
+
+@pytest.fixture
+def small(monkeypatch, data_folder, tmp_path):
+    """A few functions in place of the texts, and an empty cache."""
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    monkeypatch.setenv("RSA_HF_CACHE", str(tmp_path))
+    monkeypatch.setattr(code_encoder, "read_code", lambda most: (TEXTS[:most], TEXTS[-10:]))
+    code_encoder.code_tokenizer.cache_clear()
+    yield find_experiment("code-encoder").grid("toy", 1)
+    code_encoder.code_tokenizer.cache_clear()
+
+
+def test_the_cut_tokenizer_reads_its_text_as_the_whole_one(small, data_folder):
+    cut, whole = code_encoder.code_tokenizer(40), AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "roberta")
+    assert len(cut) < len(whole) / 50
+    for text in TEXTS[:40]:
+        assert cut.convert_ids_to_tokens(cut(text)["input_ids"]) == whole.convert_ids_to_tokens(
+            whole(text)["input_ids"]
+        )
+    # Another text may take more tokens, but none that is unknown.
+    other = "Größe <mask> 戦場の 7919"
+    assert cut.decode(cut(other)["input_ids"]) == whole.decode(whole(other)["input_ids"])
+    assert cut.unk_token_id not in cut(other)["input_ids"] and cut.mask_token_id in cut(other)["input_ids"]
+
+
+def test_a_seventh_of_the_tokens_is_hidden(small):
+    tokenizer = code_encoder.code_tokenizer(40)
+    blocks = code_encoder.in_blocks(TEXTS * 20, tokenizer, 64)
+    shown, hidden = code_encoder.masked(blocks, tokenizer, torch.Generator().manual_seed(0))
+    assert (blocks[:, 0] == tokenizer.bos_token_id).all() and not hidden[:, 0].any()
+    assert float(hidden[:, 1:].float().mean()) == pytest.approx(0.15, abs=0.01)
+    assert torch.equal(shown[~hidden], blocks[~hidden])
+    shares = [(shown == tokenizer.mask_token_id)[hidden], (shown == blocks)[hidden]]
+    assert [float(share.float().mean()) for share in shares] == pytest.approx([0.8, 0.1], abs=0.03)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(small, place, monkeypatch):
+    settings, evaluate, calls = small[place], code_encoder.validation_loss, []
+    whole = torch.load(code_encoder.pretrained(settings), weights_only=True)
+    code_encoder.pretrained(settings).unlink()
+    monkeypatch.setattr(code_encoder, "EVERY", 2)
+
+    def stop_once(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(code_encoder, "validation_loss", stop_once)
+    with pytest.raises(KeyboardInterrupt):
+        code_encoder.pretrained(settings)
+    again = torch.load(code_encoder.pretrained(settings), weights_only=True)
+    assert len(calls) < 2 * settings["steps"]
+    assert (again["tokens"], again["losses"]) == (whole["tokens"], whole["losses"])
+    for name, weight in whole["model"].items():
+        assert torch.equal(weight, again["model"][name]), name
+    assert code_encoder.measure(settings)["nats per masked token"] == whole["losses"][-1]
+    model, _, _ = code_encoder.load_encoder(settings)
+    assert torch.equal(dict(model.named_parameters())["lm_head.bias"], whole["model"]["lm_head.bias"])
+
+
+def runs(arm, losses):
+    settings = {"layers": 4, "width": 192, "steps": 6, "arm": arm, "learning_rate": 1e-3}
+    return [
+        finished(
+            {**settings, "seed": seed}, {code_encoder.LOSS: each[-1], "tokens": [10.0, 20.0, 30.0], "losses": each}
+        )
+        for seed, each in enumerate(losses)
+    ]
+
+
+@pytest.mark.parametrize(("better", "verdict"), [(True, "confirmed"), (False, "not confirmed")])
+def test_the_verdict_is_on_tokens_to_the_plain_loss(better, verdict):
+    plain = runs("plain", [[4.0, 3.0, 2.0], [4.1, 3.1, 2.1]])
+    rsa = runs(DEFAULT, [[3.0, 2.0, 1.5], [3.1, 2.1, 1.6]] if better else [[5.0, 4.0, 3.0], [5.1, 4.1, 3.1]])
+    experiment = find_experiment("code-encoder")
+    rows = experiment.summarise([*plain, *runs(CONVOLUTION, [[4.0, 2.0, 1.9], [4.0, 2.1, 1.9]]), *rsa])
+    conclusion = experiment.conclude(rows)
+    assert conclusion.verdict == verdict
+    if better:
+        assert "0.67" in conclusion.answer and any("-0.5000" in each for each in conclusion.findings)

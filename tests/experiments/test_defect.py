@@ -1,0 +1,86 @@
+"""The defect experiment: each variant trains from its encoder, the answers that are compared, and the verdict."""
+
+import pytest
+import torch
+
+from experiment_runs import finished
+from experiments import code_encoder, defect
+from experiments.runner.experiment import find_experiment
+from experiments.variants import CONVOLUTION, DEFAULT, patched_modules
+from rsa_hf.tasks.python_defects import Example
+
+FUNCTIONS = [
+    Example(f"int f{i}() {{ {('free', 'gets')[i % 2]}(p[{i * i}]); }}", i % 2, pair=i // 2) for i in range(80)
+]
+
+
+@pytest.fixture
+def small(monkeypatch, data_folder, tmp_path):
+    """A few functions as Devign and as pairs, and an empty cache of encoders."""
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    monkeypatch.setenv("RSA_HF_CACHE", str(tmp_path))
+    texts = [example.func for example in FUNCTIONS]
+    monkeypatch.setattr(code_encoder, "read_code", lambda most: (texts[:most], texts[-20:]))
+    splits = {"train": FUNCTIONS[:40], "validation": FUNCTIONS[40:60], "test": FUNCTIONS[60:]}
+    monkeypatch.setattr(defect, "load_python_defects", lambda: splits)
+    code_encoder.code_tokenizer.cache_clear()
+    yield {"encoder": "toy", "task": defect.PAIRS, "share": 0.5, "epochs": 2, "scored": 20, "learning_rate": 1e-3}
+    code_encoder.code_tokenizer.cache_clear()
+
+
+@pytest.mark.parametrize("arm", defect.ARMS)
+def test_a_variant_begins_as_its_encoder_and_is_scored(small, arm):
+    settings = {**small, "arm": arm, "seed": 1}
+    model, _ = defect.make_classifier(settings)
+    kind = defect.ENCODERS.get(arm, "plain")
+    plan = dict(zip(code_encoder.NAMES, code_encoder.PLANS["toy"], strict=True))
+    encoder, _, _ = code_encoder.load_encoder({**plan, "arm": kind, "learning_rate": code_encoder.RATE, "seed": 1})
+    for name, weight in encoder.roberta.state_dict().items():
+        assert torch.equal(weight, model.roberta.state_dict()[name]), name
+    assert len(list(patched_modules(model))) == (kind != "plain")
+    values = defect.measure(settings)
+    assert values == defect.measure(settings)
+    assert values["pair_correct"] <= 1 and 0 <= values["vd_score"] <= 1
+    assert int(values["right"][0]).bit_count() == round(20 * values["accuracy"])
+
+
+def test_an_encoder_of_another_seed_and_another_share_are_taken(small):
+    first, other = ({**small, "arm": "plain", "seed": seed} for seed in (0, 1))
+    weights = [defect.make_classifier(settings)[0].state_dict() for settings in (first, other, {**first, "seed": 2})]
+    name = "roberta.embeddings.word_embeddings.weight"
+    assert not torch.equal(weights[0][name], weights[1][name])
+    assert torch.equal(weights[0][name], weights[2][name])
+    shares = [{e.func for e in defect.read_functions(settings)["train"]} for settings in (first, other)]
+    assert [len(share) for share in shares] == [20, 20] and shares[0] != shares[1]
+
+
+def runs(arm, precisions, right):
+    settings = {"encoder": "full", "task": "devign", "share": 0.1, "epochs": 4, "arm": arm, "learning_rate": 1e-3}
+    return [
+        finished(
+            {**settings, "seed": seed},
+            {"validation": value, **dict.fromkeys(defect.SCORES, value), "right": [float(answers)]},
+        )
+        for seed, (value, answers) in enumerate(zip(precisions, right, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rsa", "verdict"),
+    [
+        ([0.70, 0.71, 0.72], "confirmed"),
+        ([0.50, 0.51, 0.52], "not confirmed"),
+        ([0.60, 0.72, 0.58], "not measurable at this size"),
+    ],
+)
+def test_the_verdict_and_mcnemars_test(rsa, verdict):
+    """RSA alone is right on 3, 4 and 5 functions, plain alone on none, 1 and none: p = 2 · (1 + 13) / 2¹³."""
+    plain = runs("plain", [0.60, 0.61, 0.62], [0b0001, 0b10001, 0b1])
+    others = [run for arm in (CONVOLUTION,) for run in runs(arm, [0.6, 0.6, 0.6], [1, 1, 1])]
+    better = runs(DEFAULT, rsa, [0b1111, 0b01111 | 0b100000, 0b111111])
+    experiment = find_experiment("defect")
+    rows = experiment.summarise([*plain, *others, *better])
+    conclusion = experiment.conclude(rows)
+    assert conclusion.verdict == verdict
+    assert rows.mean("McNemar's p", arm=DEFAULT) == pytest.approx(2 * (1 + 13) / 2**13)
+    assert "McNemar" in conclusion.findings[0]
