@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 import rsa_hf  # noqa: F401  (installs the hooks)
 from families import VOCAB
 from hub_stand_in import TOKEN, StandIn
+from rsa_hf.ops.cpp.build import library
 
 # Every run gets the same examples. There is no deadline, because shared machines stall.
 settings.register_profile("rsa_hf", derandomize=True, deadline=None, max_examples=30)
@@ -55,6 +56,29 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data folder {folder}; set RSA_HF_DATA to where it is")
     return folder
+
+
+def use_backend(name, monkeypatch):
+    if name == "triton":
+        from ops import kernels_under_test
+
+        kernels_under_test.use_small_chunks(monkeypatch)
+    if name == "cpp" and isinstance(library(), str):
+        pytest.skip(library())
+    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", name)
+    return name
+
+
+@pytest.fixture(params=["pytorch", "cpp", "triton"])
+def backend(request, monkeypatch):
+    """Each backend in turn, Triton interpreted where there is no GPU."""
+    return use_backend(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["pytorch", "cpp"])
+def cpu_backend(request, monkeypatch):
+    """Each backend for the CPU in turn."""
+    return use_backend(request.param, monkeypatch)
 
 
 @pytest.fixture

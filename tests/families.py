@@ -87,7 +87,7 @@ def widen(model):
     """Draw larger weights than usual for all matrices."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2 and parameter.is_floating_point():
                 parameter.copy_(torch.randn(parameter.shape) * 0.2)
     return model.eval()
 
@@ -101,10 +101,10 @@ def move_rates(model):
     return model.eval()
 
 
-def patched(family, attention="sdpa", seed=0):
+def patched(family, attention="sdpa", seed=0, plan=FULL_PLAN, make=build_language_model):
     """Build a language model with RSA heads, with the same weights on every call."""
     torch.manual_seed(seed)
-    return move_rates(patch_model(build_language_model(family, attention), FULL_PLAN))
+    return move_rates(patch_model(make(family, attention), plan))
 
 
 def tokens(rows=2, length=11):
@@ -112,7 +112,14 @@ def tokens(rows=2, length=11):
     return torch.randint(3, VOCAB, (rows, length))
 
 
-def inputs(family: str, batch: int = 2, length: int = 11) -> dict[str, torch.Tensor]:
-    """Draw tokens, none of them special. The decoder of an encoder-decoder gets another length."""
-    decoder = {"decoder_input_ids": tokens(batch, length - 4)} if family == "t5" else {}
-    return {"input_ids": tokens(batch, length), **decoder}
+def inputs(family: str, batch: int = 2, length: int = 11, padding: int | None = None) -> dict[str, torch.Tensor]:
+    """Draw tokens, none of them special. The decoder of an encoder-decoder gets another length.
+
+    With `padding` there is a mask, and the first row begins with so many tokens of padding.
+    """
+    drawn = {"decoder_input_ids": tokens(batch, length - 4)} if family == "t5" else {}
+    drawn["input_ids"] = tokens(batch, length)
+    if padding is not None:
+        drawn["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
+        drawn["attention_mask"][0, :padding] = drawn["input_ids"][0, :padding] = PAD
+    return drawn

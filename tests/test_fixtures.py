@@ -14,12 +14,10 @@ import transformers
 from safetensors.torch import load_file
 
 import rsa_hf.peft
-from rsa_hf.ops.cpp.build import library
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 MODELS = sorted(path.parent for path in FIXTURES.glob("*/*/fixture.json"))
-BACKENDS = ["pytorch", *([] if isinstance(library(), str) else ["cpp"])]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output: P V may be summed otherwise
 MEMORIES = ("mems", "state")  # outputs that are arguments of the next call
 
@@ -34,11 +32,10 @@ def test_version_0_1_has_fixtures():
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("folder", MODELS, ids=lambda path: f"{path.parent.name}-{path.name}")
 @torch.no_grad()
-def test_a_model_gives_the_same_outputs_and_other_ones_when_a_gate_or_rate_changes(folder, backend, monkeypatch):
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
+def test_a_model_gives_the_same_outputs_and_other_ones_when_a_gate_or_rate_changes(folder):
     inputs, expected = load_file(folder / "inputs.safetensors"), load_file(folder / "expected.safetensors")
     model = load_model(folder)
     assert differing(outputs(model, inputs), expected) == []

@@ -13,7 +13,7 @@ import rsa_hf
 import rsa_hf.layer
 import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
-from families import ENCODER_DECODERS, FULL_PLAN, build, inputs, patched
+from families import FULL_PLAN, build, inputs, patched
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.ops.cpp import build as cpp_build
@@ -58,10 +58,9 @@ def step_of(heads, padded):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_step_after_a_change_of_parameters(change, backend, padded, monkeypatch):
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
+@pytest.mark.usefixtures("cpu_backend")
+def test_a_step_after_a_change_of_parameters(change, padded):
     heads = new_heads()
     before = step_of(heads, padded)
     for _ in range(2):
@@ -181,12 +180,9 @@ def test_other_dispatch_modes_see_the_recurrence(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-@pytest.mark.parametrize("backend", ["cpp", "pytorch"])
-def test_training_and_decoding_inside_another_default_device(family, backend, monkeypatch):
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
-    model, batch = build(family), inputs(family)
-    if family not in ENCODER_DECODERS:
-        batch["attention_mask"] = (torch.arange(11) >= 3).long().expand(2, -1)
+@pytest.mark.usefixtures("cpu_backend")
+def test_training_and_decoding_inside_another_default_device(family):
+    model, batch = build(family), inputs(family, padding=3 if family != "t5" else None)
     twin = patch_model(copy.deepcopy(model), RSAConfig(**FULL_PLAN))
     expected = twin(**batch)[0]
     expected.sum().backward()
