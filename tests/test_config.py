@@ -69,6 +69,7 @@ def test_from_scratch_takes_all_heads(heads, regular, pairs):
         layers=st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, unique=True).map(sorted)),
         causal=st.sampled_from([None, True, False]),
         parameter_scale=st.floats(0.1, 100),
+        num_free_lags=st.integers(0, 8),
     )
 )
 def test_counts_survive_json(values):
@@ -142,6 +143,10 @@ def test_named_heads_may_share_a_rate_and_a_gate():
         ({"heads": [{**HEAD, "decay": -0.5}]}, "decay=-0.5: a number between 0 and 1, for a cos head"),
         ({"heads": [{**HEAD, "decay": math.nan}]}, "decay=nan"),
         ({"heads": [{**HEAD, "gate": 1.5}]}, "gate=1.5: a number from 0 to 1"),
+        # free lags
+        ({"heads": [{**HEAD, "free_lags": [1.0]}], "num_free_lags": 2}, "free_lags=.*: None, or 2 numbers"),
+        ({"heads": [{**HEAD, "free_lags": [math.nan, 0.5]}]}, "free_lags"),
+        ({"num_free_lags": 9}, "num_free_lags=9: a whole number from 0 to 8"),
         # what does not fit a layer of 8 heads
         ({"num_cyclical_pairs": 5}, "layer 0 can have 1 to 8 RSA heads.*asks for 10"),
         ({"num_regular": 0}, "asks for 0"),
@@ -194,6 +199,14 @@ EARLIER = {
         [((COS, SIN, COS, SIN), (1, 1, 3, 3), (0, 1, 2, 3), [0.5] * 4)] * 3,
     ),
 }  # fmt: skip
+
+
+def test_free_lags_are_part_of_a_plan_only_if_there_are_some():
+    assert "num_free_lags" not in RSAConfig().to_dict()  # earlier versions do not know the word
+    assert RSAConfig(num_free_lags=2).layer_specs([4]) != RSAConfig().layer_specs([4])
+    with_lags = RSAConfig(heads=[{**HEAD, "free_lags": (1.0,)}])
+    assert with_lags.num_free_lags == 1
+    assert RSAConfig.from_dict(with_lags.to_dict()) == with_lags
 
 
 @pytest.mark.parametrize("name", EARLIER)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from families import FULL_PLAN, build
-from rsa_hf import patch_model, rsa_report
+from families import FULL_PLAN, build, move_rates
+from rsa_hf import HeadConfig, RSAConfig, patch_model, rsa_report
 
 
 def test_the_report_shows_the_effective_rates():
@@ -38,3 +38,14 @@ def test_the_report_shows_where_gates_and_rates_started():
         assert start == (old.gate, old.decay, old.theta) == (old.gate_start, old.decay_start, old.theta_start)
         assert new.gate > new.gate_start and new.decay > new.decay_start
         assert new.kind == "regular" or new.theta > new.theta_start
+
+
+def test_the_report_shows_the_free_lags():
+    heads = [HeadConfig(0, 0, "regular", 0.0, 0.5, free_lags=(1.0, 0.0)), HeadConfig(0, 3, "sin", 0.8, 0.4, theta=0.7)]
+    model = move_rates(patch_model(build("llama"), RSAConfig(heads=heads, num_free_lags=2)))
+    report = rsa_report(model)
+    [[regular, sin]] = [layer.heads for layer in report.layers]
+    assert regular.free_lags == pytest.approx((1.0, 0.0), abs=0.1)
+    assert [*regular.free_lags, *sin.free_lags] == model.layers[0].self_attn.rsa.free_lags.tolist()
+    assert " ".join(f"{weight:+.4f}" for weight in sin.free_lags) in str(report)
+    assert "free lags" not in str(rsa_report(patch_model(build("llama"), FULL_PLAN)))

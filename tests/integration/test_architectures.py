@@ -27,7 +27,7 @@ from architectures import (
     output_from,
     values_from,
 )
-from families import FULL_PLAN, tokens
+from families import FULL_PLAN, inputs, tokens
 from model_state import assert_refused
 from references import equation_4, relative_error
 from rsa_hf import RSAConfig, RSAHeads, patch_model, unpatch_model
@@ -36,13 +36,8 @@ from texts import PIECES, difference, padded_batch, uncached
 PLAN = RSAConfig(**FULL_PLAN)
 
 
-def padded_tokens(name, rows=2, length=11, padding=3):
-    ids = tokens(rows, length)
-    if name not in PADDED:
-        return {"input_ids": ids}
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def padded_inputs(name):
+    return inputs(name, padding=3 if name in PADDED else None)
 
 
 # --- one layer, against dense P -------------------------------------------------------------------------------------
@@ -61,26 +56,15 @@ def record_calls(modules):
     return calls
 
 
-def dense_mix(module, weights, value, visible, causal):
+def dense_mix(module, weights, value, **masks):
     """{(1 − g) A + g P} V for the RSA heads (paper, eq. 4), A V for the plain ones, with both T×S matrices."""
-    attention = torch.einsum("bhts,bshd->bthd", weights, value)
-    return equation_4(module.rsa, attention, value.transpose(1, 2), visible=visible, causal=causal)
+    return equation_4(module.rsa, torch.einsum("bhts,bshd->bthd", weights, value), value.transpose(1, 2), **masks)
 
 
-def visible_keys(mask, causal, window=None):
-    """Which keys each query sees, [B, 1, S, S]."""
-    S = mask.shape[1]
-    lags = torch.arange(S)[:, None] - torch.arange(S)
-    seen = torch.ones(S, S, dtype=torch.bool) if not causal else lags >= 0
-    if window is not None:
-        seen = seen & (lags < window)
-    return seen & mask.bool()[:, None, None, :]
-
-
-def layer_error(name, module, call, weights, value, real, visible, causal):
+def layer_error(name, module, call, weights, value, real, **masks):
     """The error of an attention module's output at real tokens, against the explicit P."""
     states, residual, output = call
-    mixed = dense_mix(module, weights, value, visible, causal)
+    mixed = dense_mix(module, weights, value, **masks)
     return relative_error(output[real], output_from(name, module, states, residual, mixed)[real])
 
 
@@ -88,30 +72,31 @@ def layer_error(name, module, call, weights, value, real, visible, causal):
 @torch.no_grad()
 def test_each_layer_is_equation_4(name, recwarn):
     model = patch_model(build_adapted(name), PLAN)
-    inputs = padded_tokens(name)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    batch = padded_inputs(name)
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     modules = attention_modules(model)
     calls = record_calls(modules)
-    weights = model(**inputs, output_attentions=True).attentions
+    weights = model(**batch, output_attentions=True).attentions
     causal = name in CAUSAL or name == "xlnet_causal"
-    real = mask.bool()
+    real, S = mask.bool(), mask.shape[1]
     assert len(calls) == len(modules) == 2
     assert not [w for w in recwarn if "unsupported mask" in str(w.message)]  # padding takes the linear path
     for layer, (module, (states, residual, output)) in enumerate(zip(modules, calls, strict=True)):
         if name.startswith("xlnet"):
             states, output = states.transpose(0, 1), output.transpose(0, 1)
         value = values_from(name, module, states)
-        window = WINDOW if name == "gpt_neo" and layer == 0 else None
         error = partial(layer_error, name, module, (states, residual, output), weights[layer], value, real)
-        visible = visible_keys(mask, causal, window)
-        assert error(visible, causal) <= 1e-5
+        masks = {"key_mask": mask, "causal": causal}
+        if name == "gpt_neo" and layer == 0:
+            masks["sliding_window"] = WINDOW
+        assert error(**masks) <= 1e-5
         # No recurrence, another direction, and recurrence over padding or outside the window are caught.
-        assert error(visible & False, causal) > 1e-2
-        assert error(visible_keys(mask, not causal), not causal) > 1e-2
-        if "attention_mask" in inputs:
-            assert error(visible_keys(torch.ones_like(mask), causal, window), causal) > 1e-4
-        if window is not None:
-            assert error(visible_keys(mask, causal), causal) > 1e-4
+        assert error(**masks, visible=torch.zeros(1, 1, S, S, dtype=torch.bool)) > 1e-2
+        assert error(causal=not causal, key_mask=mask) > 1e-2
+        if "attention_mask" in batch:
+            assert error(**{**masks, "key_mask": None}) > 1e-4
+        if "sliding_window" in masks:
+            assert error(**{**masks, "sliding_window": None}) > 1e-4
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------
@@ -131,15 +116,15 @@ def test_unpickling_wraps_the_class(monkeypatch):
 @pytest.mark.parametrize("name", ["bloom", "codegen", "deberta_v2", "falcon", "gptj", "mpt"])
 @torch.no_grad()
 def test_lora_and_rsa_merge_to_the_same_outputs(name):
-    model, inputs = patch_model(build_adapted(name), PLAN), padded_tokens(name)
+    model, batch = patch_model(build_adapted(name), PLAN), padded_inputs(name)
     config = LoraConfig(target_modules="all-linear", modules_to_save=["rsa"], init_lora_weights=False)
     adapted = get_peft_model(model, config).eval()
-    found = adapted(**inputs)[0]
+    found = adapted(**batch)[0]
     merged = copy.deepcopy(adapted).merge_and_unload()
     assert isinstance(attention_modules(merged)[0].rsa, RSAHeads)
     # If LoRA's half of the projection got the output of attention without the recurrence, the two would differ.
-    assert relative_error(merged(**inputs)[0], found) <= 1e-5
-    assert relative_error(unpatch_model(merged)(**inputs)[0], found) > 1e-2
+    assert relative_error(merged(**batch)[0], found) <= 1e-5
+    assert relative_error(unpatch_model(merged)(**batch)[0], found) > 1e-2
 
 
 # --- GPT-2: one setting, under eager attention alone ----------------------------------------------------------------
@@ -148,14 +133,14 @@ def test_lora_and_rsa_merge_to_the_same_outputs(name):
 @pytest.mark.parametrize("patched_under", ["sdpa", "eager"])
 @torch.no_grad()
 def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_under):
-    model, inputs = build_adapted("gpt2_upcast"), padded_tokens("gpt2_upcast")
-    real, plain = inputs["attention_mask"].bool(), model(**inputs)[0]
+    model, batch = build_adapted("gpt2_upcast"), padded_inputs("gpt2_upcast")
+    real, plain = batch["attention_mask"].bool(), model(**batch)[0]
     model.set_attn_implementation(patched_under)
     patch_model(model, PLAN)
     model.set_attn_implementation("sdpa")
-    expected = model(**inputs)[0]
+    expected = model(**batch)[0]
     model.set_attn_implementation("eager")
-    assert relative_error(model(**inputs)[0][real], expected[real]) <= 1e-5
+    assert relative_error(model(**batch)[0][real], expected[real]) <= 1e-5
     assert relative_error(plain[real], expected[real]) > 1e-2
 
 
@@ -190,9 +175,11 @@ def test_memories_and_both_streams_are_equation_4(monkeypatch):
     hidden = perm_mask.bool() | (mask == 0)[:, None, :]
     visible = torch.cat([torch.ones(2, T, M, dtype=torch.bool), ~hidden], dim=2)[:, None]
     for v, _, mixed, weights in streams:
-        expected = dense_mix(module, weights.permute(2, 3, 0, 1), v.transpose(0, 1), visible, causal=False)
+        expected = dense_mix(module, weights.permute(2, 3, 0, 1), v.transpose(0, 1), visible=visible, causal=False)
         assert relative_error(mixed.transpose(0, 1), expected) <= 1e-5
-        broken = dense_mix(module, weights.permute(2, 3, 0, 1), v.transpose(0, 1), visible | True, causal=False)
+        broken = dense_mix(
+            module, weights.permute(2, 3, 0, 1), v.transpose(0, 1), visible=visible | True, causal=False
+        )
         assert relative_error(mixed.transpose(0, 1), broken) > 1e-2
 
 
@@ -220,11 +207,11 @@ def test_classes_for_flash_attention_give_the_results_of_sdpa(name, modeling, ki
     patch_model(plain, PLAN)
     patch_model(flash, PLAN)
     assert {type(module).__name__ for module in attention_modules(flash)} == {kind}
-    inputs = accepted(plain, padded_batch())
-    real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(uncached(flash, inputs)[real], uncached(plain, inputs)[real], rtol=1e-4, atol=1e-5)
+    batch = accepted(plain, padded_batch())
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(uncached(flash, batch)[real], uncached(plain, batch)[real], rtol=1e-4, atol=1e-5)
     for pieces in PIECES.values():
-        assert difference(flash, inputs, pieces, DynamicCache(config=flash.config)) <= 1e-5
+        assert difference(flash, batch, pieces, DynamicCache(config=flash.config)) <= 1e-5
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from references import double_loop, relative_error
+from references import double_loop, relative_error, visible_keys
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import from_rems
@@ -34,15 +34,8 @@ def product(attention_mask: AttentionMask, value):
 
 
 def expected_product(value, T, offset, causal, visible):
-    rems = heads(value)
-    return double_loop(
-        value, ("regular", "cos", "sin"), rems.decay, rems.theta, rems.dilation, T, offset, causal, visible
-    )
-
-
-def causal_visible(T, S, offset, key_mask):
-    seen = torch.arange(S)[None, :] <= (offset + torch.arange(T))[:, None]
-    return seen[None, None] & key_mask[:, None, None, :]
+    rems, where = heads(value), {"query_length": T, "query_offset": offset, "causal": causal, "visible": visible}
+    return double_loop(value, rems.kinds, rems.decay, rems.theta, rems.dilation, **where)
 
 
 @given(
@@ -56,7 +49,7 @@ def test_causal_masks_with_padding_caches_and_empty_slots_are_exact(T, before, b
     # The queries stand at before … before + T − 1 of a cache with empty slots behind; rows have left padding.
     S = before + T + behind
     key_mask = torch.arange(S)[None, :] >= torch.tensor([min(n, before + T - 1) for n in left])[:, None]
-    visible = causal_visible(T, S, before, key_mask)
+    visible = visible_keys(T, S, query_offset=before, key_mask=key_mask)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     attention_mask = call(T, S, mask)
     if T == 1:
@@ -84,12 +77,7 @@ def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
     with pytest.warns(UserWarning, match="quadratic"):
         attention_mask = call(T, T, visible)
     value = torch.randn(2, 3, T, 2, dtype=torch.float64)
-    if kind == "per head":
-        rows = [expected_product(value, T, 0, True, visible[:, h : h + 1])[:, h] for h in range(3)]
-        expected = torch.stack(rows, 1)
-    else:
-        expected = expected_product(value, T, 0, True, visible)
-    assert relative_error(product(attention_mask, value), expected) < 1e-6
+    assert relative_error(product(attention_mask, value), expected_product(value, T, 0, True, visible)) < 1e-6
 
 
 def read_and_traced(value, mask, T):
@@ -153,18 +141,16 @@ def test_packed_documents_and_windows_are_exact_and_linear(lengths, before, wind
         key_mask[b, :end] = True
     offset = before % S
     T = S - offset
-    lags = (offset + torch.arange(T))[:, None] - torch.arange(S)
-    seen = (numbers[:, offset:, None] == numbers[:, None, :]) & key_mask[:, None]
-    seen = seen & (lags.abs() < (window or S)) & ((lags >= 0) | (not causal))
-    visible = seen[:, None]
+    where = {"causal": causal, "key_mask": key_mask, "documents": numbers, "sliding_window": window}
+    visible = visible_keys(T, S, **where)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="RSA met")  # all these masks take a linear path
         attention_mask = call(T, S, mask, causal=causal)
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
-    poisoned = torch.where(seen.any(1)[:, None, :, None], value, torch.nan)
+    poisoned = torch.where(visible.any(2)[..., None], value, torch.nan)
     found, wanted = product(attention_mask, poisoned), expected_product(value, T, offset, causal, visible)
-    rows = seen.any(-1)  # a query that is padding sees nothing, and its output is not used
+    rows = visible[:, 0].any(-1)  # a query that is padding sees nothing, and its output is not used
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
 
 
@@ -172,7 +158,7 @@ def test_a_mask_may_end_before_the_static_cache():
     # Three queries at the end of five tokens, one of which is padding in one row; two slots are empty.
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     attention_mask = call(3, 7, mask, aligned_top_left=False)
-    visible = causal_visible(3, 7, 2, torch.nn.functional.pad(mask, (0, 2)).bool())
+    visible = visible_keys(3, 7, query_offset=2, key_mask=torch.nn.functional.pad(mask, (0, 2)))
     value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
     assert relative_error(product(attention_mask, value), expected_product(value, 3, 2, True, visible)) < 1e-6
 

@@ -8,7 +8,7 @@ import torch
 
 from ops.agreement import values_and_gradients
 from ops.mixed_product import device
-from references import double_loop, lag_weight, relative_error
+from references import double_loop, lag_weight, relative_error, visible_keys
 from rsa_hf import rem_matrix, rem_product
 
 KINDS = ("regular", "cos", "sin", "cos", "sin", "cos")
@@ -51,25 +51,21 @@ def added_to_the_paper(described, rate, angle, step):
     [(37, 37, None, ()), (21, 40, None, ()), (35, 35, 9, ()), (35, 35, 2, ()), (40, 40, None, (3, 16, 17, 20))],
 )
 def test_free_lags_agree_with_nested_loops(backend, causal, T, S, window, documents):
-    tensors, offset = draw(S, torch.float32 if backend == "triton" else torch.float64), S - T
-    t, s = offset + torch.arange(T)[:, None], torch.arange(S)
-    seen = (t - s).abs() < (window or S)
-    masks = {"query_length": T, "causal": causal, "sliding_window": window}
-    key_mask = torch.ones(2, S, dtype=torch.bool)
+    tensors = draw(S, torch.float32 if backend == "triton" else torch.float64)
+    key_mask = torch.ones(2, S, dtype=torch.bool, device=device())
     key_mask[1, S // 2] = False
-    ids = (s[:, None] >= torch.tensor([*documents, S])).sum(1)
+    masks = {"causal": causal, "sliding_window": window, "key_mask": key_mask}
     if documents:
+        ids = (torch.arange(S)[:, None] >= torch.tensor(documents)).sum(1)
         masks["documents"] = ids.expand(2, -1).to(device())
-        seen = seen & (ids[t] == ids[s])
-    visible = seen & key_mask[:, None, None]
+    visible = visible_keys(T, S, **masks)
 
     def product(value, decay, theta, free_lags):
-        where = {**masks, "key_mask": key_mask.to(device())}
-        return rem_product(value, KINDS, decay, theta, DILATION, **where, free_lags=free_lags)
+        return rem_product(value, KINDS, decay, theta, DILATION, query_length=T, **masks, free_lags=free_lags)
 
     def loops(weight, value, decay, theta, free_lags):
-        described = [*zip(KINDS, free_lags, strict=True)]
-        return double_loop(value, described, decay, theta, DILATION, T, offset, causal, visible, weight)
+        described, where = [*zip(KINDS, free_lags, strict=True)], {"causal": causal, "visible": visible}
+        return double_loop(value, described, decay, theta, DILATION, weight=weight, query_length=T, **where)
 
     found = [each.cpu() for each in values_and_gradients(product, tensors)]
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]

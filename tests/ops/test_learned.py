@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ops.mixed_product import device
-from references import relative_error
-from rsa_hf import RSAConfig, RSAHeads, rem_matrix
+from references import equation_4, relative_error
+from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 
 T, H, D = 37, 8, 5
@@ -27,23 +27,6 @@ def layer(config):
     return heads.to(device())
 
 
-def dense(heads, attention, value, causal, scale):
-    """Eq. 4 in float64, from the definitions of the parameters."""
-    spec = heads.spec
-    mu, eta, nu, theta = (scale * getattr(heads, name).double() for name in ("mu", "eta", "nu", "theta"))
-    lam, places = torch.tanh(eta), list(spec.rates)
-    decay = torch.cat([lam, torch.sigmoid(nu)])[places]
-    angle = torch.cat([0 * lam, theta])[places]
-    free = None if heads.free_lags is None else heads.free_lags.double().view(len(places), -1)
-    P = rem_matrix(spec.kinds, decay, angle, spec.dilations, query_length=T, causal=causal, free_lags=free)
-    gate = torch.sigmoid(mu).expand(len(places))[:, None]
-    mixed = attention.double().clone()
-    product = P @ value.double().repeat_interleave(2, 1)[:, list(spec.heads)]
-    some = list(spec.heads)
-    mixed[:, :, some] = (1 - gate) * mixed[:, :, some] + gate * product.transpose(1, 2)
-    return mixed
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.usefixtures("backend")
@@ -54,13 +37,13 @@ def test_gradients_of_the_parameters_agree_with_dense_p(config, causal):
     weights, tensors = torch.randn(2, T, H, D, device=device()), [*heads.parameters(), attention, value]
     output = heads(attention, value, AttentionMask(T, T, 0, causal))
     found = torch.autograd.grad(output, tensors, weights)
-    scale = heads.spec.parameter_scale
-    exact = dense(heads, attention, value, causal, scale)
+    exact = equation_4(heads, attention.double(), value, causal=causal)
     assert relative_error(output, exact) < 1e-5
     for a, b in zip(found, torch.autograd.grad(exact, tensors, weights.double()), strict=True):
         assert a.dtype == b.dtype == torch.float32 and relative_error(a, b) < 1e-4
     # The control: with another scale of the parameters nothing agrees.
-    assert relative_error(output, dense(heads, attention, value, causal, 1.1 * scale)) > 1e-3
+    scaled = dict.fromkeys(("mu", "eta", "nu", "theta"), lambda parameter: 1.1 * parameter)
+    assert relative_error(output, equation_4(heads, attention, value, causal=causal, changes=scaled)) > 1e-3
 
 
 @pytest.mark.usefixtures("backend")

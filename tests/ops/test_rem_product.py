@@ -6,33 +6,17 @@ import torch
 from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, values_and_gradients
 from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
-from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.reference import dense_rem_product, recurrent_rem_product
 
-
-@pytest.fixture(autouse=True, params=["pytorch", "cpp"])
-def backend(request, monkeypatch):
-    if request.param == "cpp" and isinstance(library(), str):
-        pytest.skip(library())
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", request.param)
-    return request.param
-
-
+pytestmark = pytest.mark.usefixtures("cpu_backend")
 DTYPES = (torch.bfloat16, torch.float32, torch.float32)
 both_directions = pytest.mark.parametrize("causal", [True, False])
-
-
-def looped(value, kinds, decay, theta, dilation, *, query_length=None, causal=True):
-    """`double_loop` with the arguments of `rem_product`."""
-    S = value.shape[2]
-    T = S if query_length is None else query_length
-    return double_loop(value, kinds, decay, theta, dilation, T, S - T, causal)
 
 
 @both_directions
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 29])
 def test_short_texts_agree_with_all_references(T, causal):
-    for reference in (looped, dense_rem_product, recurrent_rem_product):
+    for reference in (double_loop, dense_rem_product, recurrent_rem_product):
         assert_agrees(draw(T), reference, causal=causal)
 
 
@@ -59,7 +43,7 @@ def test_any_visible_mask_is_followed(causal):
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_half_precision_and_autocast_are_computed_in_float32(window, backend):
+def test_half_precision_and_autocast_are_computed_in_float32(window, cpu_backend):
     exact = draw(200)
     tensors = [tensor.detach().to(dtype).requires_grad_() for tensor, dtype in zip(exact, DTYPES, strict=True)]
 
@@ -72,7 +56,7 @@ def test_half_precision_and_autocast_are_computed_in_float32(window, backend):
     assert found[0].dtype == torch.float32
     assert relative_error(found[0], product(*exact)) <= 1e-2
     assert torch.equal(found[0], expected[0])
-    if backend == "cpp":  # plain PyTorch computes a backward pass inside autocast as autocast says
+    if cpu_backend == "cpp":  # plain PyTorch computes a backward pass inside autocast as autocast says
         assert_close(found, expected, 1e-6)
 
 
@@ -148,7 +132,7 @@ def test_a_wrong_rem_is_caught(broken):
     # Known errors of public re-implementations.
     value, decay, theta = draw(17)
     found = rem_product(value, KINDS, decay, theta, DILATION)
-    wrong = double_loop(value, KINDS, decay, theta, DILATION, 17, 0, True, weight=broken)
+    wrong = double_loop(value, KINDS, decay, theta, DILATION, weight=broken)
     assert relative_error(found, wrong) > 1e-2
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from references import double_loop
+from references import double_loop, visible_keys
 from reliability.record import Part, is_full, note
 from rsa_hf import rem_product
 
@@ -24,7 +24,17 @@ ANGLES = (0.0, math.pi, 1e-30, 2.0, -1e4, 1e9, 1e30)
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 35)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = ("one", "largest", "subnormal")
-BACKENDS = ("pytorch", "cpp")
+MASKS = (
+    "none",
+    "padding",
+    "all padding",
+    "NaN in padding",
+    "single tokens",
+    "documents",
+    "window of 1",
+    "window",
+    "any",
+)
 GRADIENTS = ("dV", "d decay", "d theta")
 
 
@@ -59,38 +69,23 @@ def problems(draw, dtypes=DTYPES, sizes=SIZES):
     if size == "largest" and dtype != torch.float16:
         weights = weights / max(B * D * T * S, 1) / 16  # so that gradients of the rates stay in range
 
-    mask, masks, visible = draw(st.sampled_from(MASKS)), {}, torch.ones(B, 1, T, S, dtype=torch.bool)
+    mask, masks = draw(st.sampled_from(MASKS)), {}
     if mask in ("padding", "all padding", "NaN in padding"):
         keys = torch.rand(B, S, generator=generator) < (0.0 if mask == "all padding" else 0.6)
-        masks, visible = {"key_mask": keys}, visible & keys[:, None, None]
+        masks = {"key_mask": keys}
         if mask == "NaN in padding":
             value = torch.where(keys[:, None, :, None], value, math.nan)
     elif mask in ("single tokens", "documents"):
         ends = torch.rand(B, S, generator=generator) < (2.0 if mask == "single tokens" else 0.3)
-        numbers = ends.cumsum(1)
-        masks, visible = {"documents": numbers}, (numbers[:, S - T :, None] == numbers[:, None])[:, None]
+        masks = {"documents": ends.cumsum(1)}
     elif mask in ("window of 1", "window"):
-        lags = (S - T + torch.arange(T))[:, None] - torch.arange(S)
         masks = {"sliding_window": 1 if mask == "window of 1" else 4}
-        visible = visible & (lags.abs() < masks["sliding_window"])
-    elif mask == "any":
+    visible = visible_keys(T, S, causal=causal, **masks)
+    if mask == "any":
         visible = torch.rand(B, 1, T, S, generator=generator) < 0.5
         masks = {"visible": visible}
     keywords = {"query_length": T, "causal": causal, "num_key_value_groups": groups, **masks}
     return (value, kinds, decay, theta, dilation), keywords, visible, weights
-
-
-MASKS = (
-    "none",
-    "padding",
-    "all padding",
-    "NaN in padding",
-    "single tokens",
-    "documents",
-    "window of 1",
-    "window",
-    "any",
-)
 
 
 def differentiated(positional, keywords, weights):
@@ -111,8 +106,8 @@ def looped(positional, keywords, visible, weights, magnitudes=False):
     theta = torch.tensor([first_turn(angle) for angle in theta.tolist()], dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in (value, decay, theta)]
     keys = leaves[0].repeat_interleave(keywords["num_key_value_groups"], 1)[:, : len(kinds)]
-    T, S = keywords["query_length"], value.shape[2]
-    output = double_loop(keys, kinds, *leaves[1:], dilation, T, S - T, keywords["causal"], visible)
+    where = {"query_length": keywords["query_length"], "causal": keywords["causal"], "visible": visible}
+    output = double_loop(keys, kinds, *leaves[1:], dilation, **where)
     output = output + 0 * sum(leaf.sum() for leaf in leaves)  # so that each has a gradient
     found = [output.detach(), *torch.autograd.grad(output, leaves, weights)]
     if magnitudes:
@@ -147,15 +142,9 @@ def require_right(problem, roundings=64, floor=0.0):
         assert off.numel() == 0 or float(off.max()) <= 1, f"{name}: {float(off.max()):.3g} times the error allowed"
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
-def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
+def test_extreme_values_rates_angles_and_masks(backend):
     tried, dtypes, sizes = Counter(), DTYPES, SIZES
     if backend == "triton":
-        pytest.importorskip("triton")
-        from ops.kernels_under_test import use_small_chunks
-
-        use_small_chunks(monkeypatch)
         dtypes, sizes = (torch.float32, torch.bfloat16, torch.float16), SIZES[:2]  # subnormal numbers may count as 0
 
     @settings(max_examples=EXAMPLES if backend != "triton" else EXAMPLES // 4, phases=(Phase.explicit, Phase.generate))
@@ -170,11 +159,10 @@ def test_extreme_values_rates_angles_and_masks(backend, monkeypatch):
     note(Part.NUMBERS, f"P V of extreme values, rates, angles, dilations and masks: {backend}", tried)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_shared_values_are_rounded_once(backend, dtype, monkeypatch):
+def test_gradients_of_shared_values_are_rounded_once(dtype):
     """The gradient from each head is out of the range of float16. Their sum is not."""
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", backend)
     T, large = 40, 60_000.0
     value = torch.zeros(1, 1, T, 2, dtype=dtype)
     weights = torch.tensor([large, -large])[None, :, None, None].expand(1, 2, T, 2)

@@ -110,7 +110,7 @@ def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attenti
 
     def written_out(self, attention, value, *_):
         seen = visible.expand(len(value), -1, -1, -1)
-        return equation_4(self, attention, value, turns=first_turns, visible=seen, causal=causal)
+        return equation_4(self, attention, value, changes={"theta": first_turns}, visible=seen, causal=causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(RSAHeads, "forward", written_out)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from references import lag_weight
+from references import equation_4, visible_keys
 from rsa_hf.integration import attention as hooks
 
 
@@ -43,7 +43,7 @@ def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict
             visible = _visible(base, module, query, key, *args, **kw)
             if key.shape[2] == seen_padding[1]:
                 visible[0, :, seen_padding[0] :, : seen_padding[0]] = True
-            output = _eq4(module.rsa, output, visible, args[0])
+            output = equation_4(module.rsa, output, args[0], visible=visible, causal=False)
         return output, weights
 
     def mix(module: nn.Module, output: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **kw: Any) -> Tensor:
@@ -57,7 +57,7 @@ def reference_attention(seen_padding: tuple[int, int] = (0, 0)) -> Iterator[dict
         visible = visible.expand(len(output), output.shape[2], T, S).clone()
         if seen_padding[1] == S:
             visible[0, :, seen_padding[0] :, : seen_padding[0]] = True
-        return _eq4(module.rsa, output, visible, value)
+        return equation_4(module.rsa, output, value, visible=visible, causal=False)
 
     with _replaced(attention, mix):
         yield seen
@@ -99,12 +99,7 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
 
 def _stated(mask: Tensor | None, causal: bool, window: int | None, S: int) -> Tensor:
     """The visibility that a mask, a direction and a window state, [B or 1, H or 1, T or 1, S]."""
-    lags = torch.arange(S)[:, None] - torch.arange(S)[None, :]
-    visible = torch.ones(1, 1, S, S, dtype=torch.bool)
-    if causal:
-        visible = visible & (lags >= 0)
-    if window is not None:
-        visible = visible & (lags < window)
+    visible = visible_keys(S, S, causal=causal, sliding_window=window)
     if mask is not None:
         shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         visible = visible & (shown if mask.dim() == 4 else shown[:, None, None])[..., :S]
@@ -120,34 +115,3 @@ def _visible(
     units = torch.eye(S, dtype=value.dtype).expand(B, heads, S, S)
     weights = base(module, torch.zeros_like(query), key, units, *args, **kw)[0]
     return weights.transpose(1, 2) > 0
-
-
-def _eq4(rsa: nn.Module, attention: Tensor, visible: Tensor, value: Tensor) -> Tensor:
-    plan, H, T, S = rsa.spec, *visible.shape[1:]
-    gate, parameters = _parameters(rsa)
-    lags = (torch.arange(T)[:, None] - torch.arange(S)[None, :]).abs()
-    value = value.repeat_interleave(H // value.shape[1], dim=1)
-    heads = [attention[:, :, h] for h in range(H)]
-    for h, (kind, rate, angle, d) in enumerate(parameters):
-        reached = (lags > 0) & (lags % d == 0)
-        P = torch.where(reached, lag_weight(kind, rate, angle, torch.where(reached, lags // d, 1)), 0.0)
-        product = torch.where(visible[:, h], P, 0.0).to(value.dtype) @ value[:, h]
-        g = gate[h % len(gate)] if len(gate) > 1 else gate[0]
-        heads[h] = (1 - g) * heads[h] + g * product
-    assert len(parameters) == plan.num_rsa_heads
-    return torch.stack(heads, dim=2).to(attention.dtype)
-
-
-def _parameters(rsa: nn.Module) -> tuple[Tensor, list[tuple[str, Tensor, Tensor | None, int]]]:
-    """The gates, and the kind, rate, angle and dilation of each RSA head, from the stored parameters."""
-    plan, scale = rsa.spec, rsa.spec.parameter_scale
-    eta = [] if rsa.eta is None else list(torch.tanh(rsa.eta * scale))
-    pairs = [] if rsa.nu is None else list(zip(torch.sigmoid(rsa.nu * scale), rsa.theta * scale, strict=True))
-    undilated = plan.kinds[: plan.dilations.count(1)]
-    k1, k2 = undilated.count("regular"), undilated.count("cos")
-    heads: list[Any] = [("regular", rate, None) for rate in eta[:k1]]
-    heads += [("cos", *pair) for pair in pairs[:k2]] + [("sin", *pair) for pair in pairs[:k2]]
-    heads += [("regular", rate, None) for rate in eta[k1:]]
-    heads += [("cos", *pair) for pair in pairs[k2:]] + [("sin", *pair) for pair in pairs[k2:]]
-    gate = torch.sigmoid(rsa.mu * scale)
-    return gate, [(*head, d) for head, d in zip(heads, plan.dilations, strict=True)]
