@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
+from models.cells import CELLS, steps_by_hand
 from models.tiny import values_and_gradients
 from rsa_hf.models.recurrent import (
     RecurrentConfig,
@@ -14,21 +14,6 @@ from rsa_hf.models.recurrent import (
     RecurrentModel,
 )
 
-
-class LinearCell(nn.Module):
-    """One step of h_t = W_h h_{t−1} + W_x x_t."""
-
-    def __init__(self, input_size, hidden_size):
-        super().__init__()
-        self.weight_ih = nn.Parameter(torch.empty(hidden_size, input_size))
-        self.weight_hh = nn.Parameter(torch.empty(hidden_size, hidden_size))
-
-    def forward(self, x, h=None):
-        written = nn.functional.linear(x, self.weight_ih)
-        return written if h is None else written + nn.functional.linear(h, self.weight_hh)
-
-
-CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell, "linear": LinearCell}
 VOCAB, N = 23, 6
 
 
@@ -43,18 +28,12 @@ def draw(B=3, T=17):
 
 
 def by_hand(model, ids):
-    """Each row and layer stepped token by token: h_t from h_{t−d}."""
+    """Each row and layer stepped token by token."""
     rows = []
     for row in ids:
         inputs = list(model.embeddings(row))
         for layer, d in zip(model.layers, model.config.dilations, strict=True):
-            cell = CELLS[model.config.cell](N, N)
-            weights = {name.removesuffix("_l0"): parameter for name, parameter in layer.cell.named_parameters()}
-            states = []
-            for t, x in enumerate(inputs):
-                before = states[t - d] if t >= d else None
-                states.append(torch.func.functional_call(cell, weights, (x[None], before)))
-            inputs = [state[0][0] if isinstance(state, tuple) else state[0] for state in states]
+            inputs, _ = steps_by_hand(model.config.cell, layer, inputs, dilation=d)
         rows.append(torch.stack(inputs))
     return torch.stack(rows)
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
+from models.cells import CELLS, steps_by_hand
 from rsa_hf.models.recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
     RecurrentEncoderDecoderForConditionalGeneration,
@@ -14,11 +13,10 @@ from rsa_hf.models.recurrent_encoder_decoder import (
 )
 from rsa_hf.models.recurrent_encoder_decoder.modeling_recurrent_encoder_decoder import RecurrentEncoderOutput
 
-CELLS = {"rnn": nn.RNNCell, "lstm": nn.LSTMCell, "gru": nn.GRUCell}
 PAD, EOS, VOCAB, N = 0, 1, 11, 5
 SOURCES = torch.tensor([[3, 4, 5, 6, 7, 1], [9, 2, 1, 0, 0, 0], [0, 0, 0, 8, 8, 1], [0, 0, 0, 0, 0, 0]])
 LABELS = torch.tensor([[7, 2, 3, 1], [5, 1, -100, -100], [2, 2, 1, -100], [4, 1, -100, -100]])
-SHAPES = [(cell, bidirectional) for cell in (*CELLS, "linear") for bidirectional in (False, True)]
+SHAPES = [(cell, bidirectional) for cell in CELLS for bidirectional in (False, True)]
 
 
 def build(model_class=RecurrentEncoderDecoderForConditionalGeneration, **changes):
@@ -30,35 +28,17 @@ def build(model_class=RecurrentEncoderDecoderForConditionalGeneration, **changes
     return model
 
 
-def step(kind, weights, suffix, x, state):
-    """One step of a cell with the layer's own weights, so that they get gradients; the state is [h] or [h, c]."""
-    named = {name.removesuffix(suffix): weight for name, weight in weights if name.endswith(suffix)}
-    if kind == "linear":
-        return [named["weight_ih"] @ x + named["weight_hh"] @ state[0]]
-    cell = CELLS[kind](len(x), len(state[0]))
-    after = functional_call(cell, named, (x, tuple(state) if kind == "lstm" else state[0]))
-    return list(after) if kind == "lstm" else [after]
-
-
-def run(kind, layer, suffix, inputs, state):
-    weights, outputs = list(layer.cell.named_parameters()), []
-    for x in inputs:
-        state = step(kind, weights, suffix, x, state)
-        outputs.append(state[0])
-    return outputs, state
-
-
 def context_by_hand(model, source):
     """The decoder's initial state for each layer, from the real tokens of one source."""
     kind, encoder = model.config.cell, model.model.encoder
     parts = 2 if kind == "lstm" else 1
     projections, inputs, context = iter(encoder.projections), list(encoder.network.embeddings(source)), []
     for layer in encoder.network.layers:
-        zeros = [layer.cell.weight_hh_l0.new_zeros(N)] * parts
-        outputs, state = run(kind, layer, "_l0", inputs, zeros)
+        zeros = (layer.cell.weight_hh_l0.new_zeros(N),) * parts
+        outputs, state = steps_by_hand(kind, layer, inputs, state=zeros)
         if model.config.bidirectional:
-            backward, other = run(kind, layer, "_l0_reverse", inputs[::-1], zeros)
-            state = [next(projections)(torch.cat(ends)) for ends in zip(state, other, strict=True)]
+            backward, other = steps_by_hand(kind, layer, inputs[::-1], suffix="_l0_reverse", state=zeros)
+            state = tuple(next(projections)(torch.cat(ends)) for ends in zip(state, other, strict=True))
             outputs = [torch.cat(pair) for pair in zip(outputs, backward[::-1], strict=True)]
         inputs = outputs
         context.append(state)
@@ -69,7 +49,7 @@ def decoded_by_hand(model, context, read):
     """The logits after every token that the decoder reads."""
     inputs = list(model.model.decoder.embeddings(read))
     for layer, state in zip(model.model.decoder.layers, context, strict=True):
-        inputs, _ = run(model.config.cell, layer, "_l0", inputs, state)
+        inputs, _ = steps_by_hand(model.config.cell, layer, inputs, state=state)
     return torch.stack([model.lm_head(x) for x in inputs])
 
 
