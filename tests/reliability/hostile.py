@@ -1,22 +1,23 @@
 """Hostile input from a random generator: JSON values, plans, and damaged checkpoints.
 
-A checkpoint is a dictionary of its files: name → bytes. Each of `DAMAGES` changes such a dictionary.
+Each of `DAMAGES` changes the files of a checkpoint's folder.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 from torch import Tensor
 
+from file_edits import edit_json, edit_tensors
 from rsa_hf import RSAConfig
-
-Files = dict[str, bytes]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAN_FIELDS = [field.name for field in fields(RSAConfig)]
@@ -65,52 +66,40 @@ def plan(random: Random) -> Any:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(files: Files) -> dict[str, Tensor]:
+def tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint. Shards are read in the order of their names, as by transformers."""
-    names = [WEIGHTS] if WEIGHTS in files else sorted(set(json.loads(files[INDEX])["weight_map"].values()))
-    return {key: tensor for name in names for key, tensor in load(files[name]).items()}
+    whole, index = folder / WEIGHTS, folder / INDEX
+    names = [WEIGHTS] if whole.exists() else sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
-def edit_json(files: Files, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(files[name])
-    edit(content)
-    files[name] = json.dumps(content).encode()
-
-
-def edit_tensors(files: Files, name: str, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Edit the tensors and write a valid file."""
-    content = load(files[name])
-    edit(content)
-    files[name] = save(content, {"format": "pt"})
-
-
-def move_heads(files: Files, old: str, new: str) -> None:
+def move_heads(folder: Path, old: str, new: str) -> None:
     """Move the RSA heads of one module to another, in plan, index and tensors."""
 
-    def named(keys: dict[str, Any]) -> dict[str, Any]:
-        return {key.replace(f"{old}.rsa.", f"{new}.rsa."): value for key, value in keys.items()}
+    def rename(keys: dict[str, Any]) -> None:
+        for key in [key for key in keys if f"{old}.rsa." in key]:
+            keys[key.replace(f"{old}.rsa.", f"{new}.rsa.")] = keys.pop(key)
 
-    for name in [name for name in files if name.endswith(".safetensors")]:
-        files[name] = save(named(load(files[name])), {"format": "pt"})
-    if INDEX in files:
-        edit_json(files, INDEX, lambda content: content.update(weight_map=named(content["weight_map"])))
-    modules = [new if module == old else module for module in json.loads(files[CONFIG])["rsa"]["modules"]]
-    edit_json(files, CONFIG, lambda content: content["rsa"].update(modules=modules))
+    def change_plan(content: dict[str, Any]) -> None:
+        modules = content["rsa"]["modules"]
+        modules[modules.index(old)] = new
+
+    for file in folder.glob("*.safetensors"):
+        edit_tensors(file, rename)
+    if (folder / INDEX).exists():
+        edit_json(folder / INDEX, lambda content: rename(content["weight_map"]))
+    edit_json(folder / CONFIG, change_plan)
 
 
-def weights_of(random: Random, files: Files) -> str:
-    return random.choice([name for name in files if name.endswith(".safetensors") and b".rsa." in files[name]])
-
-
-def _config_bit(random: Random, files: Files) -> None:
+def _config_bit(random: Random, folder: Path) -> None:
     """Change bits of letters and digits, half of the time of the plan: elsewhere the file is mostly no JSON any more."""
-    changed = bytearray(files[CONFIG])
+    changed = bytearray((folder / CONFIG).read_bytes())
     start = changed.index(b'"rsa"') if random.random() < 0.5 else 0
     end = changed.index(b"}", start) if start else len(changed)
     places = [i for i in range(start, end) if chr(changed[i]).isalnum()]
     for _ in range(random.randrange(1, 4)):
         changed[random.choice(places)] ^= 1 << random.randrange(4)
-    files[CONFIG] = bytes(changed)
+    (folder / CONFIG).write_bytes(changed)
 
 
 # --- tensors: each edit takes the key of an RSA tensor, and of any tensor -------------------------------------------
@@ -147,12 +136,13 @@ IN_TENSORS: dict[str, Callable[[Random, dict[str, Tensor], str, str], object]] =
 }
 
 
-def _in_tensors(name: str, random: Random, files: Files) -> None:
+def _in_tensors(name: str, random: Random, folder: Path) -> None:
     def edit(content: dict[str, Tensor]) -> None:
         keys = sorted(content)
         IN_TENSORS[name](random, content, random.choice([key for key in keys if ".rsa." in key]), random.choice(keys))
 
-    edit_tensors(files, weights_of(random, files), edit)
+    files = [file for file in sorted(folder.glob("*.safetensors")) if b".rsa." in file.read_bytes()]
+    edit_tensors(random.choice(files), edit)
 
 
 # --- config.rsa ----------------------------------------------------------------------------------------------------
@@ -192,14 +182,14 @@ def _modules(random: Random, rsa: dict[str, Any]) -> None:
 IN_PLAN = {"plan": _plan, "plan that fits": _plan_that_fits, "section": _section, "modules": _modules}
 
 
-def _in_plan(name: str, random: Random, files: Files) -> None:
-    edit_json(files, CONFIG, lambda content: IN_PLAN[name](random, content["rsa"]))
+def _in_plan(name: str, random: Random, folder: Path) -> None:
+    edit_json(folder / CONFIG, lambda content: IN_PLAN[name](random, content["rsa"]))
 
 
-DAMAGES: dict[str, Callable[[Random, Files], object]] = {
+DAMAGES: dict[str, Callable[[Random, Path], object]] = {
     "config bit": _config_bit,
-    "gone": lambda random, files: files.pop(random.choice(list(files))),
-    "no section": lambda random, files: edit_json(files, CONFIG, lambda content: content.update(rsa=value(random))),
+    "gone": lambda random, folder: random.choice(sorted(folder.iterdir())).unlink(),
+    "no section": lambda random, folder: edit_json(folder / CONFIG, lambda content: content.update(rsa=value(random))),
+    **{name: functools.partial(_in_tensors, name) for name in IN_TENSORS},
+    **{name: functools.partial(_in_plan, name) for name in IN_PLAN},
 }
-for kinds, edit in ((IN_TENSORS, _in_tensors), (IN_PLAN, _in_plan)):
-    DAMAGES |= {name: lambda random, files, edit=edit, name=name: edit(name, random, files) for name in kinds}

@@ -16,10 +16,11 @@ from transformers import AutoModel
 import rsa_hf
 import rsa_hf.peft
 from families import CONFIGS, FULL_PLAN, MORE_CONFIGS, build, move_rates, widen
+from file_edits import edit_json, edit_tensors
 from model_state import assert_same_state, state_of
 from models import tiny
 from reliability import hostile
-from reliability.hostile import CONFIG, INDEX, WEIGHTS, edit_json, edit_tensors, move_heads
+from reliability.hostile import CONFIG, INDEX, WEIGHTS
 from reliability.record import try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.cli.common import UserError, load_checkpoint
@@ -141,10 +142,10 @@ def test_a_hostile_plan_leaves_no_model_half_patched():
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def require_right(model, name, files, info):
+def require_right(model, name, folder, info):
     """Check that all tensors are those of the files, and that RSA heads act as in a freshly patched model."""
-    found, state = hostile.tensors(files), model.state_dict()
-    content = json.loads(files[CONFIG])
+    found, state = hostile.tensors(folder), model.state_dict()
+    content = json.loads((folder / CONFIG).read_bytes())
     for key, tensor in found.items():
         assert same_bits(state[key], tensor.to(state[key].dtype)) if key in state else not is_rsa(key), key
     absent = set(state) - set(found) - set(model.all_tied_weights_keys)
@@ -181,7 +182,7 @@ def require_sound_process(folder):
     assert torch.empty(0).device.type == "cpu"
     write(folder, sound("gpt2"))
     model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
-    assert require_right(model, "gpt2", sound("gpt2"), info) is None
+    assert require_right(model, "gpt2", folder, info) is None
     write(folder, plain_files())
     model = AutoModel.from_pretrained(folder)
     assert not is_patched(model)
@@ -191,10 +192,10 @@ def require_sound_process(folder):
 def other_module(name):
     """Damage that moves the heads of one module to one that is not self-attention."""
 
-    def change(random, files):
-        modules = json.loads(files[CONFIG])["rsa"]["modules"]
+    def change(random, folder):
+        modules = json.loads((folder / CONFIG).read_bytes())["rsa"]["modules"]
         others = [key for key, _ in plain(name).named_modules() if key and key not in modules]
-        move_heads(files, random.choice(modules), random.choice([*others, "h.7.attn", "x"]))
+        hostile.move_heads(folder, random.choice(modules), random.choice([*others, "h.7.attn", "x"]))
 
     return change
 
@@ -203,9 +204,8 @@ def other_module(name):
 def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
     def case(random):
         name = random.choice(list(MODELS))
-        files = dict(sound(name))
-        hostile.DAMAGES.get(kind, other_module(name))(random, files)
-        write(tmp_path, files)
+        write(tmp_path, sound(name))
+        hostile.DAMAGES.get(kind, other_module(name))(random, tmp_path)
         try:
             model, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
         except Exception as error:
@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
                 raise
             return outcome
         with no_refusal():
-            return require_right(model, name, files, info)
+            return require_right(model, name, tmp_path, info)
 
     outcomes = try_many(f"checkpoints: {kind}", case, DOCUMENTED, fast=6, full=375)
     refused = [word.startswith("refused") for word in outcomes]
@@ -226,17 +226,15 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
 
 def test_a_gate_with_the_name_of_a_buffer_is_refused(tmp_path):
     """transformers ignores unexpected tensors whose names look like those of GPT-2's buffers."""
-    files = dict(sound("gpt2"))
+    write(tmp_path, sound("gpt2"))
     key = "h.9.attn.c_attn.bias.rsa.mu"
-    edit_tensors(files, WEIGHTS, lambda content: content.update({key: content["h.0.attn.rsa.mu"].clone()}))
-    write(tmp_path, files)
+    edit_tensors(tmp_path / WEIGHTS, lambda content: content.update({key: content["h.0.attn.rsa.mu"].clone()}))
     with pytest.raises(ValueError, match=key):
         AutoModel.from_pretrained(tmp_path)
 
 
 def test_a_pickle_by_another_name_is_refused(tmp_path):
-    files = dict(sound("shards"))
-    edit_json(files, INDEX, lambda index: index["weight_map"].update({"wte.weight": CONFIG}))
-    write(tmp_path, files)
+    write(tmp_path, sound("shards"))
+    edit_json(tmp_path / INDEX, lambda index: index["weight_map"].update({"wte.weight": CONFIG}))
     with pytest.raises(ValueError, match="config.json, a pickle"):
         AutoModel.from_pretrained(tmp_path)
