@@ -25,24 +25,21 @@ LAYERS = (
 )
 
 
+def imported(file: Path, for_types: bool) -> set[str]:
+    """The dotted names that a file imports, also in functions, with or without those for type checks alone."""
+    nodes = set(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    for block in list(nodes):
+        if not for_types and isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            nodes -= set(ast.walk(block))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    members = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return found | {f"{module}.{member}" for module, member in members}
+
+
 def imports(file: Path) -> set[str]:
-    """The modules of the package that a file imports, e.g. "ops.pytorch", also in functions, but not for type checks."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rsa_hf":
-            found |= {name(f"{node.module}.{alias.name}") or name(node.module) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {name(alias.name) for alias in node.names if alias.name.split(".")[0] == "rsa_hf"}
-    return {module for module in found if module is not None}
+    """The modules of the package that a file imports, e.g. "ops.pytorch", but not for type checks."""
+    dotted = {each for each in imported(file, for_types=False) if each.split(".")[0] == "rsa_hf"}
+    return {name(each) or name(each.rpartition(".")[0]) for each in dotted} - {None}
 
 
 def name(dotted: str) -> str | None:
@@ -81,26 +78,13 @@ def test_imports_have_no_cycle():
     assert set(FILES) <= set(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_the_package_does_not_import_the_experiments():
-    for file in FILES.values():
-        assert not re.search(
-            r"^\s*(from|import) (experiments|tests)\b", file.read_text(encoding="utf-8"), re.MULTILINE
-        )
-
-
 def test_every_imported_package_is_a_requirement():
-    """Also a package that another requirement installs: it may stop doing so."""
+    """Also one that another requirement installs: it may stop doing so. The experiments and tests are none."""
     text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
     lists = text[text.index("\ndependencies = [") : text.index("\ndev = [")]
     required = {found.lower().replace("_", "-") for found in re.findall(r'"([A-Za-z][\w-]*)', lists)}
-    imported = set()
-    for file in FILES.values():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-            elif isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-    packages = {module.split(".")[0] for module in imported} - {*sys.stdlib_module_names, "rsa_hf"}
+    packages = {each.split(".")[0] for file in FILES.values() for each in imported(file, for_types=True)}
+    packages -= {*sys.stdlib_module_names, "rsa_hf"}
     assert {"torch", "transformers", "yaml"} <= packages
     distributions = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
     assert {distributions.get(each, each.lower().replace("_", "-")) for each in packages} <= required
