@@ -3,17 +3,12 @@
 import inspect
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
-from families import VOCAB
+from families import effect_of_later_tokens, tiny_config
 
-HEADS, WIDTH, LAYERS, WINDOW = 8, 32, 2, 4
+HEADS, WIDTH, WINDOW = 8, 32, 4
 HEAD_SIZE = WIDTH // HEADS
-# Configs map these names to their own.
-_SIZES = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 _DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _NARROW = {"input_embedding_size": 16, "output_embedding_size": 16}
 _ALTERNATING = {"attention_types": [[["local", "global"], 1]], "window_size": WINDOW}
@@ -45,10 +40,8 @@ CONFIGS = {
 
 
 def config_of(name, **changes):
-    """The tiny config of an architecture, or of any type of transformers."""
     model_type, settings = CONFIGS.get(name, (name, {}))
-    sizes = {key: value for key, value in _SIZES.items() if (model_type, key) != ("xlnet", "max_position_embeddings")}
-    return AutoConfig.for_model(model_type, **{**sizes, **settings, **changes})
+    return tiny_config(model_type, **{**settings, **changes})
 
 
 def build_adapted(name, *, language_model=False, **changes):
@@ -62,17 +55,9 @@ def build_adapted(name, *, language_model=False, **changes):
     return model.eval()
 
 
-def _sees_the_future(name):
-    model, ids = build_adapted(name), torch.arange(3, 11)[None]
-    other = ids.clone()
-    other[0, -1] = 3
-    with torch.no_grad():
-        return not torch.equal(model(ids)[0][0, 0], model(other)[0][0, 0])
-
-
 # transformers 5.17 gives these three decoders a bidirectional mask, so they cannot generate.
 for _name in ("megatron_bert_causal", "rembert_causal", "roformer_causal"):
-    if _sees_the_future(_name):
+    if effect_of_later_tokens(build_adapted(_name)) > 0:
         del CONFIGS[_name]
 
 ADAPTED = sorted(CONFIGS)

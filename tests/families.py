@@ -1,46 +1,34 @@
 """Tiny random models of the families that the fast tests run on. A new family is one line."""
 
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BartConfig,
-    BertConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    ModernBertConfig,
-    RobertaConfig,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rsa_hf import patch_model
 
 VOCAB, PAD, WINDOW = 97, 0, 5
-_SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
-_SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    **_SPECIAL,
-}
-_T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8, "eos_token_id": 2}
+# Configs map these names to their own.
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 48,
+    "max_position_embeddings": 128, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _HALF = {"layers": 2, "attention_heads": 8, "ffn_dim": 48}
 _BART = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in _HALF.items()}
 _WINDOWS = {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": WINDOW}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
+
+def tiny_config(model_type, **changes):
+    """The tiny config of any type of transformers."""
+    sizes = {key: value for key, value in _SIZES.items() if (model_type, key) != ("xlnet", "max_position_embeddings")}
+    return AutoConfig.for_model(model_type, **{**sizes, **changes})
+
+
 CONFIGS = {
-    "bert": lambda: BertConfig(**_SMALL),
-    "roberta": lambda: RobertaConfig(**_SMALL),
-    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=8, n_positions=128, **_SPECIAL),
-    "llama": lambda: LlamaConfig(**_SMALL, num_key_value_heads=2),
-    "t5": lambda: T5Config(**_T5, decoder_start_token_id=PAD, pad_token_id=PAD),
+    "bert": lambda: tiny_config("bert"),
+    "roberta": lambda: tiny_config("roberta"),
+    "gpt2": lambda: tiny_config("gpt2"),
+    "llama": lambda: tiny_config("llama", num_key_value_heads=2),
+    "t5": lambda: tiny_config("t5", d_kv=4, d_ff=48, num_layers=2, decoder_start_token_id=PAD),
 }
 FAMILIES = sorted(CONFIGS)
 DECODERS = ["gpt2", "llama"]  # learned positions; rotary positions and grouped values
@@ -48,14 +36,11 @@ DECODERS = ["gpt2", "llama"]  # learned positions; rotary positions and grouped 
 # Only for the tests of generation and flash attention: a window in every layer, or in every other one (so that the
 # cache is a hybrid), windows to both sides, and cross-attention under flash attention.
 MORE_CONFIGS = {
-    "mistral": lambda: MistralConfig(**_SMALL, **_WINDOWS),
-    "gemma3": lambda: Gemma3TextConfig(**_SMALL, **_WINDOWS, layer_types=_ALTERNATING),
-    "modernbert": lambda: ModernBertConfig(**_SMALL, local_attention=2 * WINDOW, layer_types=_ALTERNATING),
-    "bart": lambda: BartConfig(
-        vocab_size=VOCAB, d_model=32, **_BART, max_position_embeddings=128, decoder_start_token_id=2,
-        forced_eos_token_id=None, **_SPECIAL,
-    ),
-}  # fmt: skip
+    "mistral": lambda: tiny_config("mistral", **_WINDOWS),
+    "gemma3": lambda: tiny_config("gemma3_text", **_WINDOWS, layer_types=_ALTERNATING),
+    "modernbert": lambda: tiny_config("modernbert", local_attention=2 * WINDOW, layer_types=_ALTERNATING),
+    "bart": lambda: tiny_config("bart", **_BART, decoder_start_token_id=2, forced_eos_token_id=None),
+}
 WINDOWED = ["mistral", "gemma3"]
 ENCODER_DECODERS = ["t5", "bart"]
 ENCODERS = ["bert", "roberta"]
@@ -110,6 +95,16 @@ def patched(family, attention="sdpa", seed=0, plan=FULL_PLAN, make=build_languag
 def tokens(rows=2, length=11):
     """Draw tokens, none of them special."""
     return torch.randint(3, VOCAB, (rows, length))
+
+
+@torch.no_grad()
+def effect_of_later_tokens(model, **keywords):
+    """How much the last tokens of a text change the outputs at the first ones."""
+    ids = tokens(2, 10)
+    other = ids.clone()
+    other[:, 8:] = 5
+    before, after = (model(x, **keywords)[0][:, :6] for x in (ids, other))
+    return float((before - after).abs().max())
 
 
 def inputs(family: str, batch: int = 2, length: int = 11, padding: int | None = None) -> dict[str, torch.Tensor]:

@@ -9,17 +9,11 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertLMHeadModel,
-    BigBirdPegasusConfig,
-    BigBirdPegasusModel,
     EncoderDecoderConfig,
     EncoderDecoderModel,
-    MambaConfig,
-    MambaModel,
-    RwkvConfig,
-    RwkvModel,
 )
 
-from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, VOCAB, build, inputs, move_rates
+from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, build, inputs, move_rates, tiny_config, tokens
 from model_state import assert_refused, assert_same_state, state_of
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.saved_plan import saved_plans
@@ -28,29 +22,19 @@ from rsa_hf.saved_plan import saved_plans
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_shut_gate_is_bitwise_the_plain_model(family, attention):
-    model, batch = build(family, attention), inputs(family)
-    padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    padded["attention_mask"][0, :3] = 0
-    expected, expected_padded = model(**batch)[0], model(**padded)[0]
-    patch_model(model, RSAConfig(**{**FULL_PLAN, "gate_init": -math.inf}))
-    assert torch.equal(model(**batch)[0], expected)
-    assert torch.equal(model(**padded)[0], expected_padded)
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_an_open_gate_acts_and_unpatching_is_exact(family, attention):
-    model, batch = build(family, attention), inputs(family)
-    before, expected = state_of(model), model(**batch)[0]
-    assert patch_model(model, RSAConfig(**FULL_PLAN)) is model
-    assert is_patched(model)
-    assert (model(**batch)[0] - expected).abs().max() > 0.05
-    assert unpatch_model(model) is model
-    assert not is_patched(model)
-    assert_same_state(model, before)
-    assert torch.equal(model(**batch)[0], expected)
+def test_a_shut_gate_and_unpatching_give_the_plain_model_bit_for_bit(family, attention):
+    model, batch, padded = build(family, attention), inputs(family), inputs(family, padding=3)
+    before, expected, expected_padded = state_of(model), model(**batch)[0], model(**padded)[0]
+    for gate in (-math.inf, 0.5):
+        assert patch_model(model, RSAConfig(**{**FULL_PLAN, "gate_init": gate})) is model
+        assert is_patched(model)
+        found = model(**batch)[0]
+        assert torch.equal(found, expected) if gate < 0 else (found - expected).abs().max() > 0.05
+        assert torch.equal(model(**padded)[0], expected_padded) is (gate < 0)
+        assert unpatch_model(model) is model
+        assert not is_patched(model)
+        assert_same_state(model, before)
+        assert torch.equal(model(**batch)[0], expected)
 
 
 def test_self_attention_is_patched_and_cross_attention_is_not():
@@ -101,15 +85,9 @@ def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(config, error, mess
     assert_refused(build("gpt2"), error, message, config)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        MambaModel(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)),
-        RwkvModel(RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_a_model_without_softmax_attention_is_refused(model):
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_a_model_without_softmax_attention_is_refused(model_type):
+    model = AutoModel.from_config(tiny_config(model_type))
     assert_refused(model, ValueError, rf"{type(model).__name__} has no attention .*into softmax self-attention")
 
 
@@ -146,18 +124,13 @@ def test_patching_changes_neither_the_training_mode_nor_random_numbers():
     assert model.h[1].attn.rsa.training
 
 
-HALF = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
-
-
 @pytest.mark.filterwarnings("ignore:the encoder of this BigBirdPegasusModel")
 @torch.no_grad()
 def test_a_trial_run_changes_no_module():
     """A block-sparse model switches to dense attention for good at its first short input."""
-    sizes = {f"{half}_{name}": n for half in ("encoder", "decoder") for name, n in HALF.items()}
-    config = BigBirdPegasusConfig(
-        vocab_size=VOCAB, attention_type="block_sparse", block_size=4, num_random_blocks=1, d_model=32, **sizes
-    )
-    model, ids = BigBirdPegasusModel(config).eval(), torch.randint(3, VOCAB, (1, 40))
+    sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+    model = AutoModel.from_config(tiny_config("bigbird_pegasus", **sparse, encoder_layers=1, decoder_layers=1)).eval()
+    ids = tokens(1, 40)
 
     def found():
         plain = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]

@@ -4,19 +4,19 @@ import math
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
+from families import build, tiny_config
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.plots import plot_rem
 
 matplotlib = pytest.importorskip("matplotlib")
 
 
-def gpt2(layers: int, **plan) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        n_layer=layers, n_embd=32, n_head=8, n_positions=16, vocab_size=32, bos_token_id=0, eos_token_id=0
+def gpt2(layers, **plan):
+    return patch_model(
+        AutoModelForCausalLM.from_config(tiny_config("gpt2", num_hidden_layers=layers)), RSAConfig(**plan)
     )
-    return patch_model(GPT2LMHeadModel(config), RSAConfig(**plan))
 
 
 @pytest.fixture
@@ -73,7 +73,6 @@ def test_extreme_gates_and_rates_and_free_lags_are_drawn(tmp_path, gate, free_la
 
 
 def test_a_model_without_rsa_heads_is_an_error(tmp_path):
-    plain = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=16, vocab_size=32))
     with pytest.raises(ValueError, match="no RSA heads.*patch_model"):
-        plot_rem(plain, tmp_path / "rsa.png")
+        plot_rem(build("gpt2"), tmp_path / "rsa.png")
     assert not list(tmp_path.iterdir())

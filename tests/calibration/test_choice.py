@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from families import widen
+from families import tiny_config, widen
 from rsa_hf import HeadConfig, RSAConfig, patch_model, unpatch_model
 from rsa_hf.calibration.choice import DICTIONARY, choose, score
 from rsa_hf.calibration.gradients import Gradients, ProbedModel
@@ -54,16 +54,13 @@ def test_a_head_that_is_better_damped_wants_no_recurrence():
 def test_the_curvature_is_that_of_the_loss():
     """Of a model whose predictions are right in distribution, as the Fisher information needs."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=13, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
-    )
-    model = widen(LlamaForCausalLM(config)).double().eval()
+    config = tiny_config("llama", vocab_size=13, num_hidden_layers=1, num_attention_heads=4)
+    model = widen(AutoModelForCausalLM.from_config(config)).double()
     ids = torch.randint(13, (400, 1))
     with torch.no_grad():
         for _ in range(15):
-            ids = torch.cat(
-                [ids, torch.distributions.Categorical(logits=model(ids).logits[:, -1]).sample()[:, None]], 1
-            )
+            drawn = torch.distributions.Categorical(logits=model(ids).logits[:, -1]).sample()
+            ids = torch.cat([ids, drawn[:, None]], 1)
     batch = {"input_ids": ids, "labels": ids}
     with ProbedModel(model) as probed:
         scores = score(probed.gradients([batch]), probed.directions)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+from families import tiny_config
 from model_state import assert_same_state, state_of
 from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, unpatch_model
 from rsa_hf.calibration import choice, procedure, run_calibration
@@ -25,11 +26,8 @@ def language_model():
 
 def classifier():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=H, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
+    sizes = {"hidden_size": 16, "num_attention_heads": H, "intermediate_size": 16, "max_position_embeddings": 16}
+    return BertForSequenceClassification(tiny_config("bert", vocab_size=VOCAB, **sizes))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import rsa_hf.peft
-from families import CONFIGS, FULL_PLAN, VOCAB, build, inputs, move_rates, widen
+from families import FULL_PLAN, VOCAB, build, inputs, move_rates, tiny_config, widen
 from rsa_hf import HeadConfig, RSAConfig, calibrate, is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.integration.split_layers import shard_of
 
@@ -73,9 +73,8 @@ def pair(folder, model):
     return split(folder), in_one(folder)
 
 
-def llama(plan):
-    config = CONFIGS["llama"]()
-    config.vocab_size = EVEN_VOCAB
+def llama(plan, num_key_value_heads=2, **sizes):
+    config = tiny_config("llama", vocab_size=EVEN_VOCAB, num_key_value_heads=num_key_value_heads, **sizes)
     model = widen(AutoModelForCausalLM.from_config(config))
     return model if plan is None else move_rates(patch_model(model, plan))
 
@@ -267,15 +266,8 @@ def adapters(folder):
 # --- four processes -------------------------------------------------------------------------------------------------
 
 
-def llama_of(heads, **sizes):
-    sizes = {"hidden_size": 4 * heads, "intermediate_size": 48, "num_hidden_layers": 2, **sizes}
-    special = {"vocab_size": EVEN_VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.AutoConfig.for_model("llama", **sizes, **special, num_attention_heads=heads)
-    return widen(AutoModelForCausalLM.from_config(config))
-
-
 def four_processes(folder):
-    assert_same(*pair(folder / "four", patch_model(llama_of(8, num_key_value_heads=4), FULL_PLAN)))
+    assert_same(*pair(folder / "four", llama(FULL_PLAN, num_key_value_heads=4)))
 
 
 def with_fsdp(folder):
@@ -292,7 +284,7 @@ def with_fsdp(folder):
 
 def uneven_heads(folder):
     """Seven heads on four processes: 2, 2, 2 and 1. Plain Llama runs, but indices of heads would be wrong."""
-    model = llama_of(7, num_key_value_heads=7, head_dim=2)
+    model = llama(None, num_key_value_heads=7, num_attention_heads=7, hidden_size=28, head_dim=2)
     save(model, folder / "seven plain")
     plain = split(folder / "seven plain")
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+import families
 import flash_stand_in
 from architectures import build_adapted
-from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED, build_language_model, move_rates
+from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED
 from rsa_hf import patch_model, unpatch_model
 from rsa_hf.layer import RSAHeads
 
 STEPS = 12
 PLAN = {**FULL_PLAN, "gate_init": 0.8}
+patched = partial(families.patched, plan=PLAN)
 FAMILIES = ["gpt2", "llama", *WINDOWED]
 SMALL = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 64}
 
@@ -24,11 +27,6 @@ pytestmark = pytest.mark.skipif(
     "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters,
     reason="refused before transformers 5.20, whose paged cache is another: test_decoding_strategies.py",
 )
-
-
-def patched(family, attention="sdpa", seed=0):
-    torch.manual_seed(seed)
-    return move_rates(patch_model(build_language_model(family, attention), PLAN))
 
 
 def prompts(*lengths):

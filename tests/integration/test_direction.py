@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from architectures import config_of
-from families import ENCODER_DECODERS, VOCAB, build_language_model, widen
+from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.integration.trial import looks_ahead
 
@@ -17,24 +17,14 @@ def build_with(name, **settings):
     return widen(AutoModelForCausalLM.from_config(config_of(name, **settings)))
 
 
-@torch.no_grad()
-def sees_later_tokens(model):
-    """How much the last tokens change the outputs at the first ones."""
-    ids = torch.randint(3, VOCAB, (2, 10))
-    other = ids.clone()
-    other[:, 8:] = 5
-    before, after = (model(x, use_cache=False).logits[:, :6] for x in (ids, other))
-    return float((before - after).abs().max())
-
-
 # A plain MPT cannot run with is_causal=False.
 @pytest.mark.parametrize(("name", "causal"), [*((n, True) for n in NAMES), *((n, False) for n in NAMES if n != "mpt")])
 def test_the_config_says_the_direction(name, causal, tmp_path):
     model = build_with(name) if causal else build_with(name, is_causal=False)
-    attention = sees_later_tokens(model) > 0.01
+    attention = effect_of_later_tokens(model) > 0.01
     assert attention is not causal
     patch_model(model, ALL_HEADS)
-    assert (sees_later_tokens(model) > 0.01) is attention
+    assert (effect_of_later_tokens(model) > 0.01) is attention
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(3, VOCAB, (2, 10))
@@ -43,8 +33,8 @@ def test_the_config_says_the_direction(name, causal, tmp_path):
 
 def test_a_keyword_says_the_direction_of_one_call():
     model = patch_model(build_with("xglm"), ALL_HEADS)
-    assert sees_later_tokens(lambda *args, **keywords: model(*args, is_causal=False, **keywords)) > 0.01
-    assert sees_later_tokens(model) == 0
+    assert effect_of_later_tokens(model, is_causal=False) > 0.01
+    assert effect_of_later_tokens(model) == 0
 
 
 def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
@@ -53,9 +43,9 @@ def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
         RSAHeads, "model_config", property(lambda self: None, lambda self, config: None), raising=False
     )
     model = build_with("falcon", is_causal=False)
-    assert sees_later_tokens(model) > 0.01
+    assert effect_of_later_tokens(model) > 0.01
     with pytest.warns(UserWarning, match="unsupported mask"):
-        assert sees_later_tokens(patch_model(model, ALL_HEADS)) == 0
+        assert effect_of_later_tokens(patch_model(model, ALL_HEADS)) == 0
     assert looks_ahead(torch.ones(1, 2, 1, 1))
 
 

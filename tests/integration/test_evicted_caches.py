@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2VLTextConfig, RobertaConfig, RobertaForCausalLM, StaticCache
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
-from families import FULL_PLAN, VOCAB, WINDOWED, patched, tokens, widen
+from families import FULL_PLAN, WINDOWED, patched, tiny_config, tokens, widen
 from rsa_hf import patch_model, unpatch_model
 from texts import CACHES, PIECES, difference, padded_batch
 
 LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
 REFUSED = "position 8.*slot 5.*dropped keys.*unpatch_model"
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
-SMALL |= {"intermediate_size": 48, "max_position_embeddings": 128}
 
 
 def after(count, start=LENGTH):
@@ -83,11 +80,11 @@ def test_caches_that_keep_what_attention_sees_are_right(family, cache, monkeypat
 
 def qwen2_vl():
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
-    return Qwen2VLTextModel(Qwen2VLTextConfig(**SMALL, num_key_value_heads=2, rope_parameters=rope))
+    return AutoModel.from_config(tiny_config("qwen2_vl_text", num_key_value_heads=2, rope_parameters=rope))
 
 
 def roberta():
-    return RobertaForCausalLM(RobertaConfig(**SMALL, pad_token_id=1, is_decoder=True))
+    return AutoModelForCausalLM.from_config(tiny_config("roberta", pad_token_id=1, is_decoder=True))
 
 
 POSITIONS = {

@@ -11,9 +11,8 @@ from transformers.integrations import flex_attention as integration
 import flash_stand_in
 import flex_stand_in
 from broken import break_mask, forgets_the_offset
-from families import ENCODERS, FULL_PLAN, PAD, WINDOWED, build, build_language_model, move_rates, tokens
+from families import ENCODERS, PAD, WINDOWED, build, build_language_model, patched, tokens
 from references import relative_error
-from rsa_hf import patch_model
 from rsa_hf.ops.read_mask import evaluate_block_mask
 from texts import CACHES, in_pieces, padded, uncached
 
@@ -40,13 +39,9 @@ def pair(family, attention, reference="sdpa"):
     In float64: flash attention casts float32 to another dtype, and finds none in GPT-2. Eager attention then gives NaN
     for rows of padding.
     """
-    models = []
-    for each in (attention, reference):
-        torch.manual_seed(1)
-        model = (build if family in BIDIRECTIONAL else build_language_model)(family, each).double()
-        models.append(move_rates(patch_model(model, FULL_PLAN)))
-        assert model.config._attn_implementation == each
-    models[0].load_state_dict(models[1].state_dict())
+    base = build if family in BIDIRECTIONAL else build_language_model
+    models = [patched(family, each, make=lambda *of: base(*of).double()) for each in (attention, reference)]
+    assert [model.config._attn_implementation for model in models] == [attention, reference]
     return models
 
 

@@ -7,7 +7,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-from families import FULL_PLAN, build_language_model, inputs
+from families import FULL_PLAN, build_language_model, inputs, patched
 from rsa_hf import is_patched, patch_model, rsa_report, unpatch_model
 from rsa_hf.layer import RSAHeads
 
@@ -16,8 +16,7 @@ FAMILIES = ["gpt2", "llama", "t5"]
 
 @pytest.fixture(params=FAMILIES)
 def case(request):
-    model = patch_model(build_language_model(request.param), FULL_PLAN)
-    batch = inputs(request.param)
+    model, batch = patched(request.param), inputs(request.param)
     with torch.no_grad():
         expected = model(**batch).logits
         plain = unpatch_model(copy.deepcopy(model))(**batch).logits
@@ -48,7 +47,7 @@ def test_offloaded_weights_change_no_output(case, tmp_path, where):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_layers_offloaded_to_disk_on_loading_change_no_output(family, tmp_path):
-    model = patch_model(build_language_model(family), FULL_PLAN)
+    model = patched(family)
     model.save_pretrained(tmp_path / "model")
     base, layers = model.base_model_prefix, {"gpt2": "h", "llama": "layers"}[family]
     names = [f"{base}.{name}" for name, _ in getattr(model, base).named_children() if name != layers]
@@ -65,7 +64,6 @@ def test_layers_offloaded_to_disk_on_loading_change_no_output(family, tmp_path):
     ids = torch.randint(3, 90, (2, 9))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-        # Token by token, with the tables that decoding keeps.
         ours, expected = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (loaded, model))
     assert torch.equal(ours, expected)
 

@@ -3,12 +3,12 @@
 import json
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import LongT5Config, LongT5Model
 
+from families import effect_of_later_tokens
+from launching import ROOT
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.integration.loading import is_self_attention
 from survey import runner
@@ -17,8 +17,6 @@ from survey.checks import CHECKS, patched
 from survey.runner import run_check, survey
 from survey.table import Records, outcome, write_table
 from survey.tiny_models import build, model_types, tasks_of
-
-ROOT = Path(__file__).parents[2]
 
 # Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier,
 # modules that state no direction (LayoutLM, Doge) or a wrong one (BigBirdPegasus, NLLB-MoE), and parameters outside
@@ -68,13 +66,9 @@ def test_a_plan_may_not_name_attention_beside_the_interface(model_type):
     assert not any(is_self_attention(name, model.base_model.get_submodule(name)) for name in names)
 
 
-@torch.no_grad()
 def sees_later(model):
-    """Whether the last token changes the output of a plain model before it."""
-    model.eval()
-    ids = torch.arange(3, 12)[None]
-    changed = torch.cat([ids[:, :-1], ids[:, -1:] + 20], 1)
-    return not torch.allclose(model(ids)[0][:, :-1], model(changed)[0][:, :-1], atol=1e-6)
+    """Whether later tokens change the output of a plain model at earlier ones."""
+    return effect_of_later_tokens(model.eval()) > 1e-6
 
 
 @pytest.mark.parametrize(("model_type", "task"), SAMPLE)
@@ -141,9 +135,8 @@ def test_both_directions_of_an_encoder_decoder_are_found(tmp_path):
 
 
 def test_patching_half_of_an_encoder_decoder_warns():
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_heads": 4, "num_layers": 1}
-    with pytest.warns(UserWarning, match="the encoder of this LongT5Model gets no RSA heads.*LongT5LocalAttention"):
-        patch_model(LongT5Model(LongT5Config(**sizes)))
+    with pytest.warns(UserWarning, match="the encoder of this LongT5.* gets no RSA heads.*LongT5LocalAttention"):
+        patch_model(build("longt5", "seq2seq").model)
 
 
 def test_a_speech_decoder_alone_is_patched_without_probe_inputs():

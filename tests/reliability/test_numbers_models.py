@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2Model
 
 from families import VOCAB, build
 from models import tiny
@@ -170,14 +169,9 @@ def test_position_ids_that_make_every_token_a_document_warn(family, rows):
         model(input_ids=ids[:, :1], position_ids=torch.zeros(rows, 1, dtype=torch.long), use_cache=False)
 
 
-def heads_of_a_layer(config, num_heads):
-    sizes = {"n_embd": 2 * num_heads, "n_head": num_heads, "n_layer": 1, "n_positions": 8}
-    return patch_model(GPT2Model(GPT2Config(**sizes)).eval(), config).h[0].attn.rsa
-
-
 @pytest.mark.parametrize("eta", [7.0, 8.4, 10.0, 14.0])
 def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
-    heads = heads_of_a_layer(RSAConfig(num_regular=1, parameter_scale=1, gate_init=0.0), 1)
+    heads = RSAHeads(RSAConfig(num_regular=1, parameter_scale=1, gate_init=0.0).layer_specs([1])[0])
     with torch.no_grad():
         heads.eta.fill_(eta)
     heads(torch.zeros(1, 300, 1, 1), torch.ones(1, 1, 300, 1), AttentionMask(300, 300, 0, True)).sum().backward()
@@ -194,7 +188,7 @@ def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mu", [-math.inf, -1e4])
 def test_nothing_overflows_behind_a_shut_gate(dtype, mu):
-    heads = heads_of_a_layer(RSAConfig(num_regular=2, num_cyclical_pairs=1), 4)
+    heads = RSAHeads(RSAConfig(num_regular=2, num_cyclical_pairs=1).layer_specs([4])[0])
     with torch.no_grad():
         heads.mu.fill_(mu)
         heads.eta.fill_(1e4)

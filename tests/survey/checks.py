@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from families import move_rates
 from rsa_hf import RSAConfig, RSAHeads, checks, patch_model, unpatch_model
 from rsa_hf.checks import NOTHING, PADDING, TOLERANCE, Before, NotApplicable, Subject, backward_influence, distance
 from survey.reference import plain_attention, reference_attention, without_attention
@@ -48,9 +49,7 @@ def patched(case: Case) -> Iterator[Patched]:
     try:
         torch.manual_seed(1)
         with torch.no_grad():
-            for module in model.modules():
-                for parameter in module.parameters() if isinstance(module, RSAHeads) else ():
-                    parameter.add_(torch.randn(parameter.shape) * 0.02)
+            move_rates(model)
             yield Patched(case, inputs, before)
     finally:
         unpatch_model(model)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from families import widen
 from rsa_hf.models import MODEL_TYPES
 
 VOCAB = 160
@@ -215,16 +216,8 @@ def build(model_type: str, task: str) -> Case:
         config = next((part for part in vars(config).values() if isinstance(part, model_class.config_class)), config)
     model = model_class._from_config(config).eval()
     model.config.architectures, model.config.dtype = [model_class.__name__], "float32"  # as saving does
-    _widen(model)
+    widen(model)  # so that attention is far from uniform
     return Case(model_type, task, model, _inputs(model))
-
-
-@torch.no_grad()
-def _widen(model: nn.Module) -> None:
-    """Larger weights than at initialisation, so that attention is far from uniform."""
-    for parameter in model.parameters():
-        if parameter.dim() >= 2 and parameter.is_floating_point():
-            parameter.copy_(torch.randn(parameter.shape) * 0.2)
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
