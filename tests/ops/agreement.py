@@ -22,6 +22,18 @@ def draw(T, S=None, dtype=torch.float64, B=2, D=3):
     return [x.requires_grad_() for x in (value, decay, theta)]
 
 
+def product(value, decay, theta, **masks):
+    """P V of the heads of `KINDS`."""
+    return rem_product(value, KINDS, decay, theta, DILATION, **masks)
+
+
+class Product(torch.nn.Module):
+    """The same as a module."""
+
+    def forward(self, value, decay, theta):
+        return product(value, decay, theta)
+
+
 def values_and_gradients(function, tensors):
     # A reference without any lag has no graph. This gives it one through the rates, with zero gradients; V may be NaN.
     output = function(*tensors) + 0 * sum(tensor.sum() for tensor in tensors[1:])

@@ -13,11 +13,5 @@ repair_interpreter()
 
 
 def use_small_chunks(monkeypatch):
-    """Use the kernels, in chunks of 16, so that short texts have several."""
-    monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
+    """Let the kernels use chunks of 16, so that short texts have several."""
     monkeypatch.setattr(launch, "candidates", lambda kernel, D, bits: [Tuning(16, block_of(D, 32), 4, 2)])
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    use_small_chunks(monkeypatch)

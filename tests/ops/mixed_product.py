@@ -1,5 +1,6 @@
 """P V mixed into attention: inputs, and their values and gradients against dense P in float64, for each backend."""
 
+import functools
 import math
 
 import torch
@@ -51,34 +52,42 @@ def agreement(
     key_mask=None,
     documents=None,
     window=None,
+    visible=None,
     heads=None,
     expected_heads=None,
+    derivatives=None,
 ):
-    """Relative errors of the output and of all gradients, by name, against dense P in float64 with autograd.
+    """Relative errors against dense P in float64 with autograd, by name.
 
-    `heads` are the indices of the RSA heads in the layer; by default they are its first ones. Dense P has them at
-    `expected_heads`, by default the same.
+    `derivatives(function, tensors)` gives what is compared; by default the output and all gradients. `heads` are the
+    indices of the RSA heads in the layer; by default they are its first ones. Dense P has them at `expected_heads`, by
+    default the same.
     """
     heads = tuple(range(len(kinds))) if heads is None else heads
     value, attention = tensors[0], tensors[3]
     T, S = attention.shape[1], value.shape[2]
     offset = S - T if offset is None else offset
-    masks = {"key_mask": key_mask, "documents": documents}
+    masks = {"key_mask": key_mask, "documents": documents, "visible": visible}
     on_device = {name: None if mask is None else mask.to(device()) for name, mask in masks.items()}
     packed = None if documents is None else document_index(on_device["documents"])
-    attention_mask = AttentionMask(T, S, offset, causal, on_device["key_mask"], packed, window)
+    where = (T, S, offset, causal, on_device["key_mask"], packed, window, on_device["visible"])
     weights = torch.randn(attention.shape).to(attention.dtype).to(device())
-    found = differentiate(
-        lambda *t: mixed_product(t, kinds, dilation, groups, attention_mask, heads), tensors, weights
-    )
 
-    def exactly(*tensors):
+    def first(function, tensors):
+        return differentiate(lambda *t: function(t), tensors, weights.to(tensors[0]))
+
+    def exactly(tensors):
         where = {"query_length": T, "query_offset": offset, "causal": causal, "sliding_window": window, **masks}
         return equation_4(tensors, kinds, dilation, groups, expected_heads or heads, **where)
 
+    derivatives = derivatives or first
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
-    expected = differentiate(exactly, exact, weights.double().cpu())
-    return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+    mixed = functools.partial(mixed_product, attention_mask=AttentionMask(*where), heads=heads)
+    found = derivatives(lambda t: mixed(t, kinds, dilation, groups), tensors)
+    expected = derivatives(exactly, exact)
+    assert all(a.dtype == b.dtype for a, b in zip(found[-5:], tensors, strict=True))
+    names = NAMES[-len(found) :]
+    return {name: relative_error(a.cpu(), b) for name, a, b in zip(names, found, expected, strict=True)}
 
 
 def equation_4(tensors, kinds, dilation, groups, heads, **masks):

@@ -1,15 +1,16 @@
 """P V under torch.compile and torch.export is one graph, forward and backward, and gives the eager results."""
 
+import functools
+
 import pytest
 import torch
 from torch.library import opcheck
 
-from ops.agreement import DILATION, KINDS, assert_close, draw, values_and_gradients
+from ops.agreement import DILATION, KINDS, Product, assert_close, draw, product, values_and_gradients
 from ops.mixed_product import DILATION as MIXED_DILATION
 from ops.mixed_product import KINDS as MIXED_KINDS
 from ops.mixed_product import differentiate, mixed_product
 from ops.mixed_product import draw as mixed_tensors
-from rsa_hf import rem_product
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.rem import KINDS as ALL_KINDS
 
@@ -28,19 +29,11 @@ MASKS = {
 }
 
 
-class Product(torch.nn.Module):
-    def forward(self, value, decay, theta):
-        return rem_product(value, KINDS, decay, theta, DILATION)
-
-
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_forward_and_backward_are_one_graph(mask):
-    def product(v, r, a):
-        return rem_product(v, KINDS, r, a, DILATION, **mask)
-
-    tensors = draw(70)
-    expected = values_and_gradients(product, tensors)
-    assert_close(values_and_gradients(compiled(product), tensors), expected, 1e-14)
+    masked, tensors = functools.partial(product, **mask), draw(70)
+    expected = values_and_gradients(masked, tensors)
+    assert_close(values_and_gradients(compiled(masked), tensors), expected, 1e-14)
 
 
 @pytest.mark.usefixtures("backend")

@@ -8,18 +8,14 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 import families
-from ops.agreement import DILATION as SIX_DILATIONS
-from ops.agreement import KINDS as SIX_KINDS
-from ops.mixed_product import DILATION, KINDS, draw, equation_4, mixed_product
+from ops import mixed_product
+from ops.agreement import Product, product
 from references import relative_error
-from rsa_hf import RSAConfig, patch_model, rem_product
+from rsa_hf import RSAConfig
 from rsa_hf.layer import RSAHeads
 from rsa_hf.ops import autograd
 from rsa_hf.ops.cpp.build import library
-from rsa_hf.ops.mask import AttentionMask, document_index
-
-NAMES = ("value", "decay", "theta", "attention", "gate")
-
+from rsa_hf.ops.mask import AttentionMask
 
 # --- second derivatives of the product ------------------------------------------------------------------------------
 
@@ -38,32 +34,15 @@ def second_derivatives(function, tensors):
     return torch.autograd.grad(sum((x * weights(x)).sum() for x in first), tensors)
 
 
-def agreement(T=21, S=None, groups=1, heads=(0, 2, 3), offset=None, hidden=None, dtype=torch.float32, **masks):
+def agreement(T=21, S=None, groups=1, heads=(0, 2, 3), hidden=None, dtype=torch.float32, **masks):
     """Relative errors of second derivatives against those of dense P in float64."""
-    S = T if S is None else S
-    offset = S - T if offset is None else offset
-    tensors = draw(T, S, B=2, D=4, plain=1, groups=groups, value_heads=4 // groups, dtype=dtype)
+    tensors = mixed_product.draw(T, S, B=2, D=4, plain=1, groups=groups, value_heads=4 // groups, dtype=dtype)
     tensors[1].data[1] = 0  # a rate that is exactly 0
     tensors[4].data[:] = torch.tensor([0.0, 1.0, 0.4])  # gates that are exactly 0 and 1
     if hidden is not None:
         tensors[0].data[hidden[:, None].expand(-1, 4 // groups, -1)] = torch.nan
         masks["key_mask"] = ~hidden
-    numbers = masks.get("documents")
-    documents = None if numbers is None else document_index(numbers)
-    where = (
-        masks.get("causal", True),
-        masks.get("key_mask"),
-        documents,
-        masks.get("sliding_window"),
-        masks.get("visible"),
-    )
-    mask = AttentionMask(T, S, offset, *where)
-    found = second_derivatives(lambda t: mixed_product(t, KINDS, DILATION, groups, mask, heads), tensors)
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    masks = {"query_length": T, "query_offset": offset, **masks}
-    expected = second_derivatives(lambda t: equation_4(t, KINDS, DILATION, groups, heads, **masks), exact)
-    assert all(a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
-    return {name: relative_error(a, b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+    return mixed_product.agreement(tensors, groups=groups, heads=heads, derivatives=second_derivatives, **masks)
 
 
 PADDING = torch.arange(21)[None] < torch.tensor([[5], [0]])
@@ -74,7 +53,7 @@ CASES = {
     "a few queries": {"T": 3, "S": 30, "offset": 11},
     "padding": {"hidden": PADDING},
     "documents": {"documents": torch.arange(21)[None] // torch.tensor([[6], [13]]), "causal": False},
-    "window": {"sliding_window": 5, "hidden": PADDING},
+    "window": {"window": 5, "hidden": PADDING},
     "visible": {"visible": torch.rand(2, 1, 21, 21, generator=torch.Generator().manual_seed(0)) < 0.6},
     "grouped values": {"groups": 2, "heads": (0, 1, 3)},
 }
@@ -116,10 +95,6 @@ def six_heads(rates=(-0.9, 0.95, 0.0, 0.7, 0.5, 0.99)):
     return tuple(tensor.requires_grad_() for tensor in tensors)
 
 
-def product(value, decay, theta, **masks):
-    return rem_product(value, SIX_KINDS, decay, theta, SIX_DILATIONS, **masks)
-
-
 @pytest.mark.parametrize("masks", [{}, {"causal": False, "sliding_window": 3}], ids=["causal", "window"])
 def test_all_modes_agree_with_finite_differences(masks):
     # Fast mode compares projections on random vectors.
@@ -130,11 +105,6 @@ def test_all_modes_agree_with_finite_differences(masks):
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------------
-
-
-class Product(torch.nn.Module):
-    def forward(self, value, decay, theta):
-        return product(value, decay, theta)
 
 
 def rates_second_derivatives(function, tensors):
@@ -169,22 +139,12 @@ def in_float64(monkeypatch):
     monkeypatch.setattr(RSAHeads, "_apply", torch.nn.Module._apply)
 
 
-def patched(family, attention="eager"):
-    model = families.build(family, attention)
-    return families.move_rates(patch_model(model, RSAConfig(**families.FULL_PLAN))).double()
-
-
-def embeddings(model, batch=2, length=11):
-    ids = torch.randint(3, families.VOCAB, (batch, length))
-    return model.get_input_embeddings()(ids).detach()
-
-
 @pytest.mark.parametrize(
     ("family", "attention", "masked"), [("bert", "sdpa", False), ("mistral", "sdpa", True), ("gpt2", "eager", True)]
 )
 @pytest.mark.usefixtures("in_float64")
 def test_gradients_of_each_sample_agree_with_one_after_another(family, attention, masked):
-    model = patched(family, attention)
+    model = families.patched(family, attention, make=families.build).double()
     ids = torch.randint(3, families.VOCAB, (3, 9))
     masks = (torch.arange(9) >= torch.tensor([[4], [0], [1]])).long()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -230,7 +190,6 @@ def tangents_of_a_step(masks, way):
 
     with torch.no_grad():
         expected = (shifted(1e-6) - shifted(-1e-6)) / 2e-6
-        step(*primals)  # whatever is kept from step to step, is kept now
     if way == "jvp":
         return jvp(step, primals, tangents)[1], expected
     with torch.set_grad_enabled(way == "dual, with gradients"), forward_ad.dual_level():

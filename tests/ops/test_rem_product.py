@@ -1,9 +1,11 @@
 """P V in plain PyTorch and in C++, against dense P, the recurrent network and a double loop."""
 
+import functools
+
 import pytest
 import torch
 
-from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, values_and_gradients
+from ops.agreement import DILATION, KINDS, assert_agrees, assert_close, draw, product, values_and_gradients
 from references import double_loop, lag_weight, relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops.reference import dense_rem_product, recurrent_rem_product
@@ -47,14 +49,12 @@ def test_half_precision_and_autocast_are_computed_in_float32(window, cpu_backend
     exact = draw(200)
     tensors = [tensor.detach().to(dtype).requires_grad_() for tensor, dtype in zip(exact, DTYPES, strict=True)]
 
-    def product(v, r, a):
-        return rem_product(v, KINDS, r, a, DILATION, sliding_window=window)
-
-    expected = values_and_gradients(product, tensors)
+    windowed = functools.partial(product, sliding_window=window)
+    expected = values_and_gradients(windowed, tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        found = values_and_gradients(product, tensors)
+        found = values_and_gradients(windowed, tensors)
     assert found[0].dtype == torch.float32
-    assert relative_error(found[0], product(*exact)) <= 1e-2
+    assert relative_error(found[0], windowed(*exact)) <= 1e-2
     assert torch.equal(found[0], expected[0])
     if cpu_backend == "cpp":  # plain PyTorch computes a backward pass inside autocast as autocast says
         assert_close(found, expected, 1e-6)
@@ -131,7 +131,7 @@ def long_lags_are_one(kind, rate, angle, lag):
 def test_a_wrong_rem_is_caught(broken):
     # Known errors of public re-implementations.
     value, decay, theta = draw(17)
-    found = rem_product(value, KINDS, decay, theta, DILATION)
+    found = product(value, decay, theta)
     wrong = double_loop(value, KINDS, decay, theta, DILATION, weight=broken)
     assert relative_error(found, wrong) > 1e-2
 

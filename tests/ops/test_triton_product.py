@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from ops import kernels_under_test
+import ops.kernels_under_test  # noqa: F401  (skips without Triton)
 from ops.mixed_product import KINDS, agreement, assert_agrees, device, draw
 from references import relative_error
 from rsa_hf import rem_product
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.ops.triton import launch
 
-small_chunks = kernels_under_test.small_chunks
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["triton"], indirect=True)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
