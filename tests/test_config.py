@@ -22,6 +22,7 @@ def test_heads_have_the_order_and_the_dilations_of_the_counts():
     ).layer_specs([12])
     assert spec.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
     assert spec.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
+    assert spec.rates == (0, 1, 3, 3, 2, 4, 5, 4, 5)  # all η, then all ν
     assert (spec.num_rsa_heads, len(spec.eta), len(spec.nu)) == (9, 3, 3)
 
 

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -15,7 +14,6 @@ import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import FULL_PLAN, build, inputs, patched
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
-from rsa_hf.integration.peft import hooks as peft_hooks
 from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
@@ -28,48 +26,6 @@ RATES = (["regular", "cos", "sin", "regular"], [0.9, 0.8, -0.7, 0.6], [0.0, 0.3,
 
 def new_heads():
     return RSAHeads(RSAConfig(**FULL_PLAN).layer_specs([8])[0])
-
-
-# --- nothing is kept for generation ---------------------------------------------------------------------------------
-
-
-def parametrize(heads):
-    if heads._modules:
-        heads.parametrizations.nu.original.data.add_(0.02)
-    else:
-        nn.utils.parametrize.register_parametrization(heads, "nu", nn.Tanh())
-
-
-CHANGES = {
-    "through data": lambda heads: heads.nu.data.add_(0.02),
-    "new parameter": lambda heads: setattr(heads, "nu", nn.Parameter(heads.nu.detach() + 0.02)),
-    "parametrize": parametrize,
-}
-
-
-def step_of(heads, padded):
-    torch.manual_seed(0)
-    attention, value = torch.randn(2, 1, 8, 4), torch.randn(2, 8, S, 4)
-    shown = torch.arange(S).expand(2, -1) > torch.tensor([[2], [0]]) if padded else None
-    mask = None if shown is None else shown[:, None, None]
-    read = read_attention_mask(value[:, :, :1], value, mask, causal=True, aligned_top_left=True)
-    return heads(attention, value, read)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.usefixtures("cpu_backend")
-def test_a_step_after_a_change_of_parameters(change, padded):
-    heads = new_heads()
-    before = step_of(heads, padded)
-    for _ in range(2):
-        change(heads)
-        fresh = RSAHeads(heads.spec)
-        for name in ("mu", "eta", "nu", "theta"):
-            getattr(fresh, name).copy_(getattr(heads, name))
-        assert torch.equal(step_of(heads, padded), step_of(fresh, padded))
-        assert not torch.allclose(step_of(heads, padded), before)
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
@@ -228,12 +184,6 @@ def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
         monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
         names.add(cpp_build.library.__wrapped__())
     assert len(names) == 2
-
-
-def test_each_class_of_tuner_has_its_own():
-    first, second = type("First", (), {}), type("Second", (), {})
-    assert peft_hooks._with_rsa(first) is peft_hooks._with_rsa(first)
-    assert issubclass(peft_hooks._with_rsa(second), second)
 
 
 def test_each_folder_has_its_own_functions(tmp_path):

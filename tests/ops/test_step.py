@@ -160,6 +160,32 @@ def test_a_head_that_never_decays_reads_the_whole_growing_cache():
         torch.testing.assert_close(step(heads, attention, keys), trained, rtol=1e-4, atol=1e-4)
 
 
+def parametrized(heads):
+    if heads._modules:
+        heads.parametrizations.nu.original.data.add_(0.02)
+    else:
+        torch.nn.utils.parametrize.register_parametrization(heads, "nu", torch.nn.Tanh())
+
+
+CHANGES = {
+    "through data": lambda heads: heads.nu.data.add_(0.02),
+    "new parameter": lambda heads: setattr(heads, "nu", torch.nn.Parameter(heads.nu.detach() + 0.02)),
+    "parametrized": parametrized,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.usefixtures("cpu_backend")
+def test_a_step_follows_parameters_that_change(change):
+    heads, (attention, value) = layer(), tensors()
+    before = step(heads, attention, value)
+    for _ in range(2):
+        change(heads)
+        found = step(heads, attention, value)
+        torch.testing.assert_close(found, expected_step(heads, attention, value), rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(found, before)
+
+
 class NoWaiting(TorchDispatchMode):
     """Fail at an operator for which the host waits for a value from the device."""
 
