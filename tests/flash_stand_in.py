@@ -9,6 +9,7 @@ import sys
 import types
 
 import torch
+import torch.nn.functional as F
 from transformers import modeling_flash_attention_utils as flash_utils
 
 
@@ -16,12 +17,9 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
 ):
     """Attention of q [B, T, H, D] to k, v [B, S, Hkv, D]; returns [B, T, H, D]."""
-    T, S, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    assert not softcap
+    T, S = q.shape[1], k.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
     ahead = torch.arange(S)[None, :] - (S - T + torch.arange(T))[:, None]
     left, right = window_size
     right = 0 if causal else right
@@ -30,8 +28,8 @@ def flash_attn_func(
         hidden |= ahead < -left
     if right >= 0:
         hidden |= ahead > right
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden.all(-1)[:, None], 0.0)
-    return (torch.dropout(weights, dropout_p, dropout_p > 0) @ v).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, ~hidden, dropout_p, scale=softmax_scale, enable_gqa=True)
+    return out.masked_fill(hidden.all(-1)[:, None], 0.0).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
