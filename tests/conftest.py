@@ -21,7 +21,14 @@ import huggingface_hub
 import transformers.utils.hub
 from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+)
 
 import rsa_hf  # noqa: F401  (installs the hooks)
 from families import VOCAB
@@ -58,6 +65,16 @@ def data_folder() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def gpt2_folder(data_folder, tmp_path_factory):
+    """The folder of a tiny GPT-2 with the real vocabulary, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2").save_pretrained(folder)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def use_backend(name, monkeypatch):
     if name == "triton":
         from ops import kernels_under_test
@@ -82,7 +99,19 @@ def cpu_backend(request, monkeypatch):
 
 
 @pytest.fixture
-def run_rsa_hf(monkeypatch, capsys):
+def register_attention(monkeypatch):
+    """Register an attention function for one test, with the masks of sdpa."""
+
+    def register(name, function):
+        masks = AttentionMaskInterface()["sdpa"]
+        for interface, registered in ((AttentionInterface, function), (AttentionMaskInterface, masks)):
+            monkeypatch.setitem(interface._global_mapping, name, registered)
+
+    return register
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
     """Run a command of `rsa-hf` in this process; returns its exit code, standard output and standard error."""
     from rsa_hf.cli import main
 

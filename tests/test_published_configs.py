@@ -1,17 +1,16 @@
 """The configs of published models build models of the published sizes, on the meta device."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from launching import ROOT
 from rsa_hf import patch_model, rsa_report
 from rsa_hf.tasks.language_modeling import LanguageModelingDataConfig, main
 from rsa_hf.training.arguments import read_arguments
 from rsa_hf.training.model_setup import load_model
 
-FOLDER = Path(__file__).parents[1] / "configs" / "published"
+FOLDER = ROOT / "configs" / "published"
 
 
 def size(name, *arguments):

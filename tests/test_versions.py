@@ -1,18 +1,17 @@
 """The oldest and the pinned versions that are tested fit the requirements."""
 
 import re
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from launching import ROOT
 from rsa_hf.integration import TRANSFORMERS_RANGE
 
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml, which takes Python 3.11 or newer")
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NEEDED = {Requirement(text).name: Requirement(text).specifier for text in PROJECT["dependencies"]}
 

@@ -3,24 +3,22 @@
 import json
 import math
 import os
-import subprocess
-import sys
+import shutil
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rsa_hf.integration
 from families import CONFIGS, FULL_PLAN, build, build_language_model
+from launching import ROOT, run_python
 from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.calibration import procedure
 from rsa_hf.calibration.choice import Choice
 
-ROOT = Path(__file__).parents[2]
-RSA_HF = [sys.executable, "-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
+RSA_HF = ["-c", "import sys; sys.argv[0] = 'rsa-hf'; from rsa_hf.cli import main; main()"]
 COMMANDS = ["patch", "calibrate", "inspect", "doctor"]
 
 
@@ -76,13 +74,10 @@ def test_a_mistake_in_a_patch_exits_with_2_and_writes_nothing(run, tmp_path, mon
 
 
 @pytest.fixture
-def language_model(tmp_path, data_folder):
+def language_model(gpt2_folder, tmp_path):
     """The folder of a tiny GPT-2 with its tokenizer, and a text."""
-    AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2").save_pretrained(tmp_path / "base")
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"))
-    return tmp_path / "base", "--text", tmp_path / "text.txt", "--length", 32
+    return shutil.copytree(gpt2_folder, tmp_path / "base"), "--text", tmp_path / "text.txt", "--length", 32
 
 
 @pytest.mark.parametrize("source", ["text", "config"])
@@ -203,26 +198,20 @@ def test_an_unsupported_transformers_is_named_by_every_command(tmp_path):
     stub = tmp_path / "transformers"
     stub.mkdir()
     (stub / "__init__.py").write_text("__version__ = '4.57.0'\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
-    def outcome(*command):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    def run(code, *command):
+        done = run_python(*command, code=code, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
         assert ("Traceback" in done.stderr) == (command[-1] == USE)
-        return done.returncode, done.stdout, done.stderr
+        return done
 
     words = "rsa_hf works with transformers ≥ 5.17, < 6; installed is 4.57.0."
-    code, out, _ = outcome(*RSA_HF, "doctor")
-    assert code == 1
-    assert f"FAIL  hooks                ImportError: {words} Install one that fits: pip install" in out
-    assert "see FAIL above" in out
-    code, _, err = outcome(*RSA_HF, "inspect", "x")
-    assert code == 2
-    assert err.startswith(f"error: {words}")
-    code, _, err = outcome(sys.executable, "-c", "import rsa_hf; rsa_hf.__version__")
-    assert (code, f"UserWarning: rsa_hf cannot be used: {words}" in err) == (0, True)
-    code, _, err = outcome(sys.executable, "-c", USE)
-    assert code == 1
-    assert f"ImportError: {words}" in err
+    shown = run(1, *RSA_HF, "doctor").stdout
+    assert f"FAIL  hooks                ImportError: {words} Install one that fits: pip install" in shown
+    assert "see FAIL above" in shown
+    assert run(2, *RSA_HF, "inspect", "x").stderr.startswith(f"error: {words}")
+    used = run(0, "-c", "import rsa_hf; rsa_hf.__version__")
+    assert f"UserWarning: rsa_hf cannot be used: {words}" in used.stderr
+    assert f"ImportError: {words}" in run(1, "-c", USE).stderr
 
 
 def test_help_needs_neither_torch_nor_transformers():
@@ -235,8 +224,7 @@ def test_help_needs_neither_torch_nor_transformers():
             "assert not {'torch', 'transformers'} & set(sys.modules)",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, code=0)
     for command in (*COMMANDS, "train", "evaluate", "run"):
         assert command in done.stdout
 
@@ -256,10 +244,8 @@ def test_paths_are_expanded(run, patched, tmp_path, monkeypatch):
 
 
 def test_a_terminal_without_greek_letters_is_written_to(patched):
-    environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "COLUMNS": "200"}
-    for arguments in (["inspect", str(patched[1])], ["--help"], ["doctor", "--help"]):
-        done = subprocess.run([*RSA_HF, *arguments], capture_output=True, env=environment, check=False)
-        assert (done.returncode, done.stderr) == (0, b"")
+    for arguments in (["inspect", patched[1]], ["--help"], ["doctor", "--help"]):
+        assert not run_python(*RSA_HF, *arguments, code=0, PYTHONIOENCODING="cp1252", COLUMNS="200").stderr
 
 
 def test_a_script_named_like_the_command_imports_the_whole_package(tmp_path):
@@ -267,8 +253,7 @@ def test_a_script_named_like_the_command_imports_the_whole_package(tmp_path):
     script.write_text(
         "from rsa_hf import patch_model\nfrom rsa_hf.integration import installed\nassert all(installed().values())\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script, code=0)
 
 
 def test_a_wrong_command_line_exits_with_2(run):

@@ -6,20 +6,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForSequenceClassification, ViTConfig, ViTModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers import AutoModelForSequenceClassification, ViTConfig, ViTModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, FULL_PLAN, build, build_language_model, move_rates
-from rsa_hf import checks, patch_model
+import families
+from families import CONFIGS, DECODERS, ENCODER_DECODERS, ENCODERS, build, build_language_model
+from rsa_hf import checks
 from rsa_hf.checks import Subject, examine
 from survey.broken import BROKEN
 
 
 def make(family, patched):
     """A plain model, or a patched one whose gates and rates are not at their initial values."""
-    model = build(family) if family in ENCODERS else build_language_model(family)
-    return move_rates(patch_model(model, FULL_PLAN)) if patched else model
+    make = build if family in ENCODERS else build_language_model
+    return families.patched(family, make=make) if patched else make(family)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -77,14 +77,13 @@ def test_right_padding_is_tried_where_a_text_sees_it(family, monkeypatch):
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_attention_that_ignores_causality_is_found(patched, monkeypatch):
+def test_attention_that_ignores_causality_is_found(patched, register_attention):
     """A user's attention function that ignores its mask."""
 
     def careless(module, query, key, value, attention_mask, **keywords):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **{**keywords, "is_causal": False})
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "careless", careless)
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "careless", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    register_attention("careless", careless)
     model = make("llama", patched)
     model.set_attn_implementation("careless")
     assert "without RSA too, though its attention says that it is causal" in failures(model)["causality"]

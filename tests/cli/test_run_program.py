@@ -10,10 +10,10 @@ import pytest
 
 import rsa_hf.run
 from families import FULL_PLAN, build
+from launching import ROOT, run_python
 from rsa_hf import patch_model
 
-ROOT = Path(__file__).parents[2]
-RUN = [sys.executable, "-m", "rsa_hf.run"]
+RUN = ["-m", "rsa_hf.run"]
 
 LOADS = """
 import multiprocessing, sys
@@ -34,10 +34,10 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def environment(tmp_path):
-    """An environment in which another package has a `sitecustomize`, which prints that it runs."""
+    """The variables of an environment in which another package has a `sitecustomize`, which prints that it runs."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('the other one', file=sys.stderr)\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
 
 
 @pytest.mark.slow  # starts processes
@@ -45,23 +45,18 @@ def test_a_program_and_its_workers_load_a_patched_checkpoint(tmp_path, environme
     patch_model(build("gpt2"), FULL_PLAN).save_pretrained(tmp_path / "patched")
     (tmp_path / "loads.py").write_text(LOADS)
     program = [str(tmp_path / "loads.py"), str(tmp_path / "patched")]
-    ended = subprocess.run([*RUN, *program], env=environment, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (7, "2\n2\n"), ended.stderr
+    ended = run_python(*RUN, *program, code=7, **environment)
+    assert ended.stdout == "2\n2\n"
     assert "the other one" in ended.stderr
-
-    without = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, check=False)
-    assert without.returncode == 1
+    without = run_python(*program, code=1, **environment)
     assert "import rsa_hf before loading it, or start the program with rsa-hf run" in without.stderr
 
 
 def test_traceback_and_exit_code_are_those_of_the_program(tmp_path, environment):
     (tmp_path / "fails.py").write_text("import sys\nprint(sys.argv[1:])\n{}['absent']\n")
     program = [str(tmp_path / "fails.py"), "--help", "-x"]
-    plain, ended = (
-        subprocess.run([*command, *program], env=environment, capture_output=True, text=True, check=False)
-        for command in ([sys.executable], RUN)
-    )
-    assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout) == (1, "['--help', '-x']\n")
+    plain, ended = (run_python(*command, *program, code=1, **environment) for command in ([], RUN))
+    assert ended.stdout == plain.stdout == "['--help', '-x']\n"
     # Both processes, that of rsa_hf.run and that of the program, run the other package's sitecustomize.
     assert ended.stderr == "the other one\n" + plain.stderr
 
@@ -70,7 +65,8 @@ def test_traceback_and_exit_code_are_those_of_the_program(tmp_path, environment)
 def test_signals_reach_the_program(environment):
     waits = "import sys, time\nprint('rsa_hf.integration.hook_table' in sys.modules, flush=True)\ntime.sleep(60)\n"
     (Path(environment["PYTHONPATH"].split(os.pathsep)[1]) / "waits.py").write_text(waits)
-    process = subprocess.Popen([*RUN, "-m", "waits"], env=environment, stdout=subprocess.PIPE, text=True)
+    command, environment = [sys.executable, *RUN, "-m", "waits"], {**os.environ, **environment}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "True\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM

@@ -3,8 +3,6 @@
 import logging
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from families import CONFIGS, FULL_PLAN, build
 from hub_stand_in import TOKEN
+from launching import run_python
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.hub import write_card
 from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
@@ -71,9 +70,7 @@ def test_the_code_on_a_card_loads_the_model(make, tmp_path):
     card = write_card(model, tmp_path, name=str(tmp_path), plot=False).read_text()
     code = re.search(r"```python\n(.*?)```", card, flags=re.DOTALL)[1]
     code += "print(type(model).__name__, sum(value.double().abs().sum().item() for value in model.parameters()))\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    name, total = done.stdout.split()
+    name, total = run_python("-c", code, code=0).stdout.split()
     assert name == type(model).__name__
     assert float(total) == pytest.approx(sum(value.double().abs().sum().item() for value in model.parameters()))
 

@@ -9,35 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from families import build, inputs, move_rates
+import families
+from families import build, inputs
 from rsa_hf import RSAConfig, patch_model
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
-
-
-def patched(family="llama"):
-    torch.manual_seed(0)
-    return move_rates(patch_model(build(family), PLAN))
-
-
-@pytest.fixture
-def register():
-    """Register an attention function for one test."""
-    names = []
-
-    def add(name, function):
-        names.append(name)
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-    yield add
-    for name in names:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+patched = functools.partial(families.patched, plan=PLAN, make=build)
 
 
 @pytest.fixture
@@ -80,8 +59,8 @@ WRONG = [flat, heads_first, channels_of_other_heads, half_of_the_rows, sees_ahea
 @pytest.mark.parametrize("length", [8, 11])  # as many as heads, so that shapes alone tell nothing
 @pytest.mark.parametrize("function", WRONG)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_output_of_another_layout_is_refused(family, function, length, register):
-    register("mine", function)
+def test_an_output_of_another_layout_is_refused(family, function, length, register_attention):
+    register_attention("mine", function)
     model = patched(family)
     batch = inputs(family, length=length)
     model(**batch)
@@ -93,17 +72,15 @@ def test_an_output_of_another_layout_is_refused(family, function, length, regist
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding, training, register):
+def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding, training, register_attention):
     calls = []
 
     def mine(*args, **keywords):
         calls.append(args[0])
         return sdpa_attention_forward(*args, **keywords)
 
-    register("mine", mine)
-    model, batch = patched(family).train(training), inputs(family)
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][0, :padding] = 0
+    register_attention("mine", mine)
+    model, batch = patched(family).train(training), inputs(family, padding=padding)
 
     def run():
         torch.manual_seed(1)  # of dropout, which the trial must not change
@@ -119,7 +96,7 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
 
 
 def test_a_replaced_sdpa_is_tried(monkeypatch):
-    original, model, batch = F.scaled_dot_product_attention, patched(), inputs("llama")
+    original, model, batch = F.scaled_dot_product_attention, patched("llama"), inputs("llama")
     expected = model(**batch).last_hidden_state
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kw: original(*args, **kw))
     assert torch.equal(model(**batch).last_hidden_state, expected)
@@ -129,7 +106,7 @@ def test_a_replaced_sdpa_is_tried(monkeypatch):
 
 
 def test_context_parallelism_is_refused_by_name(one_process):
-    model, batch = patched(), inputs("llama")
+    model, batch = patched("llama"), inputs("llama")
     expected = model(**batch).last_hidden_state
     mesh, buffer = init_device_mesh("cpu", (1,)), torch.zeros(2, 8)
     sharded = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1])
@@ -152,18 +129,18 @@ def halve_heads(model):
 
 
 def test_a_layer_that_lost_heads_is_refused(tmp_path):
-    model, batch = patched(), inputs("llama")
+    model, batch = patched("llama"), inputs("llama")
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(loaded(**batch).last_hidden_state, model(**batch).last_hidden_state)
-    for cut in (model, loaded, pickle.loads(pickle.dumps(patched()))):
+    for cut in (model, loaded, pickle.loads(pickle.dumps(patched("llama")))):
         halve_heads(cut)
         with pytest.raises(ValueError, match=r"had 8 heads.*and now has 4 heads, 1 value heads.*tp_plan='auto'"):
             cut(**batch)
 
 
 def test_the_control_without_a_comparison_is_silently_wrong(monkeypatch):
-    model, batch = patched(), inputs("llama")
+    model, batch = patched("llama"), inputs("llama")
     halve_heads(model)
     plain = patch_model(build("llama"), PLAN)
     monkeypatch.setattr("rsa_hf.integration.attention.run_heads", lambda module, rsa, *args: rsa(*args))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AttentionInterface, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -204,11 +204,10 @@ def test_continuous_batching_of_an_earlier_transformers_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("cache", CACHES)
 @torch.no_grad()
-def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, monkeypatch):
+def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, register_attention):
     # As transformers' documentation registers attention functions. Without padding, the first tokens of a static cache
     # come without a mask, which then has the alignment of sdpa.
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        monkeypatch.setitem(interface._global_mapping, "own_sdpa", interface()["sdpa"])
+    register_attention("own_sdpa", AttentionInterface()["sdpa"])
     model = patch_model(build_language_model("llama", "own_sdpa"), FULL_PLAN)
     inputs = {name: rows[2:] for name, rows in padded_batch().items()}
     assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5

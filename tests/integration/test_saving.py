@@ -4,8 +4,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -25,6 +23,7 @@ from transformers import (
 
 from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from file_edits import edit_json, edit_tensors
+from launching import run_python
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 
@@ -130,7 +129,7 @@ def test_without_rsa_hf_the_checkpoint_does_not_load(saved):
                 messages.append(str(error))
         print(json.dumps(messages))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = run_python("-c", textwrap.dedent(code), code=0)
     messages = dict(zip(WAYS_TO_LOAD, json.loads(done.stdout.splitlines()[-1]), strict=True))
     for way, message in messages.items():
         assert "pip install rsa_hf, then import rsa_hf" in message, way

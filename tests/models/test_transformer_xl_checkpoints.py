@@ -15,7 +15,6 @@ from models.tiny import BANDS, in_segments, text
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.models.transformer_xl import TransformerXLConfig
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 build = partial(tiny.build, "transfo-xl")
 config = partial(tiny.config, "transfo-xl")

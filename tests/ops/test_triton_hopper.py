@@ -1,25 +1,19 @@
 """The kernels compile for an H200. This needs no GPU, but a process in which kernels are not interpreted."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from launching import ROOT, run_python
+
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
-ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor
 
 
 def compile_for_hopper(*names):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), *names]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    program = ROOT / "tests" / "ops" / "compile_for_hopper.py"
+    run = run_python(program, *names, code=0, timeout=None, TRITON_INTERPRET=None)
     return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
 
 

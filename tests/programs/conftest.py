@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from families import tiny_config
 from rsa_hf import RSAConfig, patch_model
 
 PAGE = "RSA_HF_PROGRAMS_PAGE"
@@ -102,19 +103,10 @@ def tokenizer(data_folder):
 def patched(tokenizer, tmp_path_factory):
     """The folder of a small patched Llama with GPT-2's vocabulary and open gates."""
     torch.manual_seed(0)
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            bos_token_id=tokenizer.bos_token_id,
-            **special,
-        )
-    )
+    special = {key: getattr(tokenizer, key) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tiny_config("llama", vocab_size=len(tokenizer), max_position_embeddings=2048, **sizes, **special)
+    model = AutoModelForCausalLM.from_config(config)
     patch_model(model, RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=1.0))
     folder = tmp_path_factory.mktemp("models") / "patched"
     model.save_pretrained(folder)

@@ -4,20 +4,19 @@ import json
 import lzma
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import rsa_hf.peft
+from launching import ROOT, run_python
 from programs.conftest import BIN
 from rsa_hf import is_patched
 
-TWO_CPUS = Path(__file__).parents[2] / "configs" / "accelerate" / "two_cpus_gloo.yaml"
+TWO_CPUS = ROOT / "configs" / "accelerate" / "two_cpus_gloo.yaml"
 
 
 def rsa_tensors(folder):
@@ -211,12 +210,7 @@ def test_accelerate_launch(patched, tmp_path):
         # In one write, as both processes write to the same pipe.
         "print(f'loaded on {state.process_index} of {state.num_processes}\\n', end='', flush=True)\n"
     )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(TWO_CPUS)]
-    ended = subprocess.run(
-        [*launch, "-m", "rsa_hf.run", "score.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("loaded")) == [
-        "loaded on 0 of 2",
-        "loaded on 1 of 2",
-    ]
+    launch = ("-m", "accelerate.commands.launch", "--config_file", TWO_CPUS, "-m", "rsa_hf.run")
+    ended = run_python(*launch, "score.py", code=0, cwd=tmp_path)
+    loaded = [line for line in ended.stdout.splitlines() if line.startswith("loaded")]
+    assert sorted(loaded) == ["loaded on 0 of 2", "loaded on 1 of 2"]

@@ -1,15 +1,14 @@
 """Libraries that train, quantise or serve models, on a patched model."""
 
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 
+import families
 import rsa_hf.peft
+from launching import run_python
 from peft_adapters import adapter_values, logits
 from rsa_hf import RSAConfig, is_patched, patch_model
 
@@ -179,20 +178,20 @@ trainer.save_model()
 """
 
 
-def zero_row(stage):
-    what = f"ZeRO-{stage} in the Trainer, one process on the CPU"
-    return pytest.param(stage, marks=pytest.mark.program("deepspeed", what))
+def rows(program, **named):
+    """Parameters by what is tried with each, which is its row on the page."""
+    return [pytest.param(value, marks=pytest.mark.program(program, what)) for what, value in named.items()]
 
 
-@pytest.mark.parametrize("stage", map(zero_row, (2, 3)))
+ZERO = {f"ZeRO-{stage} in the Trainer, one process on the CPU": stage for stage in (2, 3)}
+
+
+@pytest.mark.parametrize("stage", rows("deepspeed", **ZERO))
 def test_deepspeed_zero(stage, patched, tmp_path):
     pytest.importorskip("deepspeed", reason="needs deepspeed, which compiles its operators: pip install deepspeed")
     (tmp_path / "train.py").write_text(DEEPSPEED)
-    words = [sys.executable, "train.py", str(patched), str(stage), str(tmp_path / "saved")]
     one_process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    environment = {**os.environ, **one_process}
-    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    run_python("train.py", patched, stage, tmp_path / "saved", code=0, cwd=tmp_path, timeout=900, **one_process)
     assert have_moved(*(gates(AutoModelForCausalLM.from_pretrained(f)) for f in (patched, tmp_path / "saved")))
 
 
@@ -230,28 +229,17 @@ if __name__ == "__main__":
 """
 
 
-def split_row(which, library):
-    return pytest.param(which, marks=pytest.mark.program("deepspeed", f"{library} on two processes: refused"))
+SPLIT = {"AutoTP": "loaded", "AutoTP, after a call": "called before", "Ulysses": "Ulysses"}
 
 
-@pytest.mark.parametrize(
-    ("which"),
-    [
-        split_row("loaded", "AutoTP"),
-        split_row("called before", "AutoTP, after a call"),
-        split_row("Ulysses", "Ulysses"),
-    ],
-)
+@pytest.mark.parametrize("which", rows("deepspeed", **{f"{w} on two processes: refused": v for w, v in SPLIT.items()}))
 def test_deepspeed_does_not_split_attention_in_silence(which, patched, tmp_path):
     pytest.importorskip("deepspeed", reason="needs deepspeed, which compiles its operators: pip install deepspeed")
     (tmp_path / "split.py").write_text(SPLIT_ATTENTION)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    words = [sys.executable, "split.py", which, str(patched)]
-    environment = {**os.environ, **address}
-    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = run_python("split.py", which, patched, code=0, cwd=tmp_path, timeout=900, **address)
     said = "returned" if which == "Ulysses" else "was cut up"
     # Both processes print at once, so lines may be mixed up.
     assert ended.stdout.count("refused:") == ended.stdout.count(said) == 2, ended.stdout
@@ -285,11 +273,7 @@ PIPELINES = {
 }
 
 
-def pipeline_row(task):
-    return pytest.param(task, marks=pytest.mark.program("transformers", f'`pipeline("{task}")` with MiniLM'))
-
-
-@pytest.mark.parametrize("task", map(pipeline_row, PIPELINES))
+@pytest.mark.parametrize("task", rows("transformers", **{f'`pipeline("{x}")` with MiniLM': x for x in PIPELINES}))
 def test_pipelines_of_an_encoder(task, minilm):
     keywords = {"candidate_labels": ["animals", "engines"]} if task.startswith("zero") else {}
     pipe = pipeline(task, model=str(minilm), device="cpu", **keywords)
@@ -310,22 +294,9 @@ def test_pipeline_of_text_generation(patched, tokenizer):
 
 
 @pytest.mark.program("transformers", "`generate` of a T5, saved and loaded")
-def test_t5(tokenizer, tmp_path):
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        **special,
-    )
-    model = patch_model(T5ForConditionalGeneration(config), PLAN).eval()
+def test_t5(tmp_path):
+    model, batch = families.patched("t5"), families.inputs("bert")
     model.save_pretrained(tmp_path)
-    again = T5ForConditionalGeneration.from_pretrained(tmp_path)
-    batch = tokenizer("The cat finds the river.", return_tensors="pt")
-    assert torch.equal(
-        again.generate(**batch, max_new_tokens=8, num_beams=2), model.generate(**batch, max_new_tokens=8, num_beams=2)
-    )
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    found, expected = (each.generate(**batch, max_new_tokens=8, num_beams=2) for each in (again, model))
+    assert torch.equal(found, expected)

@@ -1,16 +1,13 @@
 """W&B and trackio, offline, get the losses, gates and rates of an `RSATrainer`."""
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from launching import run_python
+
 REPORTED = "report_to, offline: losses, gates and rates of each step"
 PROGRAM = (
     "import sys; from small_runs import trainer; trainer(sys.argv[1], max_steps=4, report_to=[sys.argv[2]]).train()"
@@ -20,10 +17,7 @@ PROGRAM = (
 def run_with(tracker, folder):
     """Run 4 steps with a tracker in a process of its own."""
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(TESTS), "TRACKIO_SHOW_DASHBOARD": "0"}
-    command = [sys.executable, "-c", PROGRAM, folder / "run", tracker]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-c", PROGRAM, folder / "run", tracker, code=0, TRACKIO_SHOW_DASHBOARD="0", **variables)
 
 
 def assert_has_every_step(records):
