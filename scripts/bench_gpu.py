@@ -31,6 +31,7 @@ import sys
 if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+import functools
 import gc
 import json
 import math
@@ -42,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import interleaved, machine, make_parser, ratio, write
+from measuring import interleaved, machine, make_parser, ratio, table, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -325,48 +326,31 @@ class Bench:
 
     def decoding(self, batch: int, compiled: bool) -> dict[str, Any]:
         """Steps of decoding, patched over unpatched: compiled with a static cache, or eager with a growing one."""
-        decoder = self.compiled_decoder if compiled else self.eager_decoder
-        times = self.time(unpatched=decoder(False, batch), patched=decoder(True, batch))
+        times = self.time(unpatched=self.decoder(False, batch, compiled), patched=self.decoder(True, batch, compiled))
         return {"value": ratio(times, "patched", "unpatched"), "steps": self.sizes.steps, "times_ms": times}
 
-    def eager_decoder(self, patched: bool, batch: int) -> Callable[[], None]:
+    def decoder(self, patched: bool, batch: int, compiled: bool) -> Callable[[], None]:
         """Some steps behind the same context, as a call."""
-        context, model = self.sizes.context, self.build("GPT-2", patched).eval()
-        ids = torch.randint(0, 97, (batch, context + self.sizes.steps), device=self.device)
-
-        @torch.no_grad()
-        def run() -> None:
-            cache = DynamicCache(config=model.config)
-            model(input_ids=ids[:, :context], past_key_values=cache)
-            for t in range(context, ids.shape[1]):
-                model(input_ids=ids[:, t : t + 1], past_key_values=cache)
-
-        return run
-
-    def compiled_decoder(self, patched: bool, batch: int) -> Callable[[], None]:
-        """Some steps behind the same context, as a call."""
-        context, steps = self.sizes.context, self.sizes.steps
+        context, length = self.sizes.context, self.sizes.context + self.sizes.steps
         model = self.build("GPT-2", patched).eval()
-        cache = StaticCache(config=model.config, max_cache_len=context + steps)
-        ids = torch.randint(0, 97, (batch, context + steps), device=self.device)
+        ids = torch.randint(0, 97, (batch, length), device=self.device)
+        positions = torch.arange(length, device=self.device).expand(batch, -1)
+        masks = torch.ones(length, length, dtype=torch.long, device=self.device).tril()
+        static = StaticCache(config=model.config, max_cache_len=length)
         options = {"backend": "eager"} if self.dry else {"mode": "reduce-overhead"}
-        forward = torch.compile(model.forward, fullgraph=True, **options)
-        masks = torch.arange(context + steps, device=self.device) <= torch.arange(
-            context + steps, device=self.device
-        ).unsqueeze(1)
-        positions = torch.arange(context + steps, device=self.device).expand(batch, -1)
+        forward = torch.compile(model.forward, fullgraph=True, **options) if compiled else model
 
         @torch.no_grad()
         def run() -> None:
-            cache.reset()
+            static.reset()
+            cache = static if compiled else DynamicCache(config=model.config)
             model(input_ids=ids[:, :context], past_key_values=cache)
-            for t in range(context, context + steps):
-                forward(
-                    input_ids=ids[:, t : t + 1].clone(),
-                    attention_mask=masks[t].expand(batch, -1).long(),
-                    position_ids=positions[:, t : t + 1].clone(),
-                    past_key_values=cache,
-                )
+            for t in range(context, length):
+                inputs = {"input_ids": ids[:, t : t + 1], "past_key_values": cache}
+                if compiled:
+                    inputs |= {"attention_mask": masks[t].expand(batch, -1), "position_ids": positions[:, t : t + 1]}
+                    inputs |= {name: inputs[name].clone() for name in inputs if name != "past_key_values"}
+                forward(**inputs)
 
         return run
 
@@ -418,61 +402,47 @@ class Row:
 
 def rows_of(sizes: Sizes) -> list[Row]:
     """All rows, in the order of their worth."""
-    copy, rates = "copy of as many bytes", "{bytes_per_s:.3g} B/s, {operations_per_s:.3g} /s"
+    rates = "{bytes_per_s:.3g} B/s, {operations_per_s:.3g} /s"
     forms = "{value:.3f}; {memory:.3f}; {kernels:.3f}"
-    directions = {"causal": True, "bidirectional": False}
 
     def training(name: str, T: int, B: int, target: str, compiled: bool = False) -> Row:
         what = f"{name}, T = {T:,}, batch {B}{', compiled' * compiled}"
-        return Row(
-            f"training step, {what}: time; memory; time of kernels",
-            "unpatched",
-            target,
-            lambda bench: bench.training(name, T, B, compiled),
-            forms,
-        )
+        measure = functools.partial(Bench.training, name=name, length=T, batch=B, compiled=compiled)
+        return Row(f"training step, {what}: time; memory; time of kernels", "unpatched", target, measure, forms)
 
     def decoding(B: int, target: str, compiled: bool) -> Row:
         how = "static cache, compiled" if compiled else "growing cache, eager"
-        return Row(
-            f"decoding, GPT-2, {how}, batch {B}", "unpatched", target, lambda bench: bench.decoding(B, compiled)
-        )
+        measure = functools.partial(Bench.decoding, batch=B, compiled=compiled)
+        return Row(f"decoding, GPT-2, {how}, batch {B}", "unpatched", target, measure)
 
-    def product(direction: str, T: int, target: str) -> Row:
-        causal = directions[direction]
-        name = f"P V forward, {direction}, T = {T:,}, share of the copy's bandwidth"
-        return Row(name, copy, target, lambda bench: bench.product(T, causal))
+    def layer(what: str, direction: str, T: int, target: str) -> Row:
+        name = {
+            "product": f"P V forward, {direction}, T = {T:,}, share of the copy's bandwidth",
+            "fused": f"forward + backward, gate fused, {direction}, T = {T:,}, times the floor",
+        }[what]
+        measure = functools.partial(getattr(Bench, what), length=T, causal=direction == "causal")
+        return Row(name, "copy of as many bytes", target, measure)
 
-    def fused(direction: str, T: int, target: str) -> Row:
-        causal = directions[direction]
-        name = f"forward + backward, gate fused, {direction}, T = {T:,}, times the floor"
-        return Row(name, copy, target, lambda bench: bench.fused(T, causal))
-
+    longest = f"one layer's heads, T = {sizes.longest:,}, forward + backward"
     short, long = sizes.lengths
     (gpt2, gpt2_long, bert, llama), (one, many) = sizes.texts, sizes.batches
     return [
         Row("copy, and a bf16 matrix product", "", "", Bench.ceilings, rates),
         training(*gpt2, "≤ 1.05"),
         training(*gpt2_long, "≤ 1.04"),
-        product("causal", long, "≥ 0.75"),
-        fused("causal", long, "≤ 2"),
+        layer("product", "causal", long, "≥ 0.75"),
+        layer("fused", "causal", long, "≤ 2"),
         decoding(one, "≤ 1.10", compiled=True),
         training(*bert, "≤ 1.05"),
         training(*llama, "≤ 1.05"),
         training(*gpt2, "≤ 1.04", compiled=True),
         decoding(many, "≤ 1.04", compiled=True),
         decoding(one, "≤ 1.10", compiled=False),
-        Row(
-            f"one layer's heads, T = {sizes.longest:,}, forward + backward",
-            "",
-            "runs",
-            Bench.longest,
-            "{value:.1f} ms",
-        ),
-        product("bidirectional", long, "≥ 0.6"),
-        fused("bidirectional", long, "≤ 3"),
-        product("causal", short, "≥ 0.75"),
-        product("bidirectional", short, "≥ 0.6"),
+        Row(longest, "", "runs", Bench.longest, "{value:.1f} ms"),
+        layer("product", "bidirectional", long, "≥ 0.6"),
+        layer("fused", "bidirectional", long, "≤ 3"),
+        layer("product", "causal", short, "≥ 0.75"),
+        layer("product", "bidirectional", short, "≥ 0.6"),
         Row(f"P V forward + backward, T = {sizes.dense:,}, times faster", "dense P", "≥ 50", Bench.dense),
         Row("sweep over block shapes", "", "", Bench.sweep, "in bench_gpu.json"),
     ]
@@ -524,7 +494,8 @@ def measured(row: Row, record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def table(record: dict[str, Any], rows: list[Row]) -> str:
+def page(record: dict[str, Any], rows: list[Row]) -> str:
+    cells = [[row.name, row.rival, row.target, measured(row, record), card(row, record)] for row in rows]
     lines = [
         "# The Triton kernels on a GPU",
         "",
@@ -532,11 +503,7 @@ def table(record: dict[str, Any], rows: list[Row]) -> str:
         f"relative error of the last run {max(record['equality'].values()):.0e}). Medians of {record['rounds']} "
         "interleaved rounds; bf16.",
         "",
-        "| | against | target | measured | on |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.name} | {row.rival} | {row.target} | {measured(row, record)} | {card(row, record)} |" for row in rows
+        *table(["", "against", "target", "measured", "on"], cells),
     ]
     return "\n".join(lines) + "\n"
 
@@ -577,7 +544,7 @@ def main() -> None:
     }
     print(f"equality: {max(record['equality'].values()):.1e}", flush=True)
     run(record, bench, rows, options.out, options.budget)
-    text = table(record, rows)
+    text = page(record, rows)
     write(options.out / "bench_gpu.md", text)
     print(text)
 

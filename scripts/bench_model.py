@@ -5,14 +5,12 @@
 Random weights; all heads of the patched model are RSA heads. Training: forward, backward and AdamW. Decoding: one
 token at a time behind a context. Host: GPT-2 with 12 layers of 64 at T = 8 on one thread, where a step is the time of
 Python and of operations, not of computing; and how many operations a layer RSA adds. Both models run in the same
-process and take turns; peak memory is measured in a process for each. Before anything is reported, a shut gate has to
-give the plain model bit for bit, and a cached run with open gates the uncached one. Writes bench_model.json and .md.
+process and take turns; peak memory is measured in a process for each. Before anything is reported, all checks of
+`rsa-hf doctor --model` have to hold on GPT-2. Writes bench_model.json and .md.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,10 +41,10 @@ from transformers import (
 
 from experiments import language_model
 from rsa_hf import RSAConfig, patch_model
+from rsa_hf.checks import examine
 
 ARMS = PLAIN, RSA = "unpatched", "RSA on all heads"
 TOKENS = 8  # of decoding, timed together
-TOLERANCE = 1e-4
 
 
 def sizes(width: int, layers: int, heads: int) -> dict[str, int]:
@@ -168,29 +166,17 @@ def operators_a_layer(device: str) -> dict[str, float]:
     return {"forward": added[False], "backward": added[True] - added[False]}
 
 
-@torch.no_grad()
-def check(device: str) -> dict[str, float]:
-    """What has to hold before a figure is reported.
+def check(device: str) -> dict[str, str]:
+    """The correctness checks on GPT-2, by name, which have to hold before a figure is reported.
 
     Raises:
-        SystemExit: it does not.
+        SystemExit: one of them does not.
     """
     torch.manual_seed(0)
-    plain = gpt2().to(device).eval()
-    ids = torch.randint(0, 50_000, (1, 200)).to(device)
-    expected = plain(ids).logits
-    shut = patch_model(copy.deepcopy(plain), RSAConfig(gate_init=-math.inf))
-    if not torch.equal(shut(ids).logits, expected):
-        raise SystemExit("a shut gate does not give the unpatched model; nothing is reported.")
-    opened = patch_model(copy.deepcopy(plain), RSAConfig(gate_init=0.0))
-    whole = opened(ids, use_cache=False).logits
-    cache = DynamicCache(config=opened.config)
-    pieces = [opened(ids[:, :190], past_key_values=cache).logits]
-    pieces += [opened(ids[:, t : t + 1], past_key_values=cache).logits for t in range(190, 200)]
-    error = float((torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max())
-    if error > TOLERANCE or torch.allclose(whole, expected):
-        raise SystemExit(f"cached and uncached runs differ by {error:.1e}, or RSA does nothing; nothing is reported.")
-    return {"cached_against_uncached": error}
+    found = list(examine(gpt2().to(device)))
+    if failed := [f"{name}: {text}" for verdict, name, text in found if verdict != "ok"]:
+        raise SystemExit(f"{'; '.join(failed)}; nothing is reported.")
+    return {name: text for _, name, text in found}
 
 
 def page(record: dict[str, Any]) -> list[str]:

@@ -147,14 +147,14 @@ def page(record: dict[str, Any]) -> list[str]:
     rows = []
     for row in record["rows"]:
         times, memory = row["times_ms"], row["memory_mb"]
-        mine = times["rsa"]
+        mine, layer = times["rsa"], ratio(times, "layer", "sdpa")
         rows.append(
             [
                 f"{row['length']:,} × {row['batch']}",
                 f"{mine['median']:.2f} [{mine['low']:.2f}–{mine['high']:.2f}]",
                 _cell(ratio(times, "rsa", "copy"), ".1f"),
                 _cell(ratio(times, "rsa", "sdpa"), ".3f"),
-                _cell(_added(times), ".3f"),
+                _cell(None if layer is None else layer - 1, ".3f"),
                 *(_cell(ratio(times, rival, "rsa"), ".1f") for rival in ("dense", "explicit", "fft")),
                 *(_cell(memory.get(arm), ",.0f") for arm in ("rsa", "sdpa", "dense", "explicit")),
                 f"{row['error']:.0e}",
@@ -173,12 +173,6 @@ def page(record: dict[str, Any]) -> list[str]:
         "",
         *table(["T × batch", "RSA, ms", *ratios, "RSA, MB", "sdpa, MB", "dense, MB", "explicit, MB", "error"], rows),
     ]
-
-
-def _added(times: dict[str, Any]) -> float | None:
-    """What eq. 4 adds to sdpa, as a share of it."""
-    whole = ratio(times, "layer", "sdpa")
-    return None if whole is None else whole - 1
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -202,9 +196,8 @@ def main() -> None:
         slow |= {
             arm for arm in QUADRATIC if arm in arms and rows[-1]["times_ms"][arm]["median"] > 1000 * options.budget
         }
-    command = (
-        f"python scripts/bench_product.py --lengths {' '.join(map(str, options.lengths))} --rounds {options.rounds}"
-    )
+    lengths = " ".join(map(str, options.lengths))
+    command = f"python scripts/bench_product.py --lengths {lengths} --rounds {options.rounds}"
     where = machine(torch.device(options.device))
     record = {"command": command, "machine": where, "rounds": options.rounds, "rows": rows}
     publish(options.output, "bench_product", record, page(record))

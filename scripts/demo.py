@@ -59,11 +59,10 @@ def defect_detection(output: Path, steps: int) -> Path:
         arm: run("defect", "defect_demo.yaml", output / folder, *settings, *more)
         for (arm, more), folder in zip(ARMS.items(), ("patched", "plain"), strict=True)
     }
-    rows = [["model", "test accuracy", "F1", "MCC", "functions", "seconds"]]
     plain = results["plain"]
-    rows.append(
-        ["majority class", f"{plain['test_majority_accuracy']:.2%}", "", "", f"{plain['test_num_examples']}", ""]
-    )
+    majority = f"{plain['test_majority_accuracy']:.2%}"
+    rows = [["model", "test accuracy", "F1", "MCC", "functions", "seconds"]]
+    rows.append(["majority class", majority, "", "", f"{plain['test_num_examples']}", ""])
     for arm, result in results.items():
         scores = [f"{result['test_accuracy']:.2%}", f"{result['test_f1']:.4f}", f"{result['test_mcc']:.4f}"]
         rows.append([arm, *scores, f"{result['test_num_examples']}", f"{result['seconds']:.0f}"])

@@ -7,32 +7,36 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from torch.profiler import ProfilerActivity, profile
+
+import rsa_hf
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, threads, versions and commit, for the head of a table."""
-    models = [line.split(":")[1].strip() for line in _lines(CPU_INFO) if line.startswith("model name")]
+    about = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    models = re.findall(r"^model name\s*: (.+)$", about, flags=re.MULTILINE)
     found = {
         "processor": models[0] if models else platform.processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "rsa_hf": _installed("rsa_hf"),
+        "transformers": transformers.__version__,
+        "rsa_hf": rsa_hf.__version__,
         "commit": _commit(),
     }
     if device.type == "cuda":
@@ -40,22 +44,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed: run from its sources"
-
-
 def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
     run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return run.stdout.strip() or "unknown"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def interleaved(

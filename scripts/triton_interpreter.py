@@ -9,22 +9,19 @@ Only tests and `bench_gpu.py --dry` interpret kernels. As of Triton 3.6 the inte
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
 
-__all__ = ["repair_interpreter"]
 
-
+@functools.cache
 def repair_interpreter() -> None:
     """Repair Triton's interpreter; does nothing if kernels are compiled."""
     if not triton.knobs.runtime.interpret:
         return
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "_rsa_hf_repaired", False):
-        return
-    interpreter._rsa_hf_repaired = True
     _count_with_numpy(interpreter)
     _multiply_bfloat16(interpreter)
     _patch_once(interpreter)

@@ -46,7 +46,6 @@ def _number(value: float) -> str:
 
 
 def main() -> None:
-    """Read the lines, write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path, help="the lines that the run recorded")
     parser.add_argument("--output", type=Path, default=Path("RELIABILITY.md"))

@@ -2,16 +2,14 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from launching import ROOT, run_python
+
 pytest.importorskip("triton", reason="needs Triton, which exists for Linux: pip install 'rsa_hf[gpu]'")
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture
@@ -58,10 +56,7 @@ def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
 
 @pytest.mark.slow
 def test_everything_runs_in_the_interpreter(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
-    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "--dry", "--out", str(tmp_path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_python(SCRIPTS / "bench_gpu.py", "--dry", "--out", tmp_path, code=0, timeout=None)
     record = json.loads((tmp_path / "bench_gpu.json").read_text())
     assert len(record["rows"]) == 18
     for name, row in record["rows"].items():
@@ -74,4 +69,4 @@ def test_everything_runs_in_the_interpreter(tmp_path):
 def test_the_table_in_results_is_of_its_record(bench):
     results = SCRIPTS.parent / "results"
     record = json.loads((results / "bench_gpu.json").read_text())
-    assert (results / "bench_gpu.md").read_text() == bench.table(record, bench.rows_of(bench.Sizes()))
+    assert (results / "bench_gpu.md").read_text() == bench.page(record, bench.rows_of(bench.Sizes()))
