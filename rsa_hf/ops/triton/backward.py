@@ -15,7 +15,6 @@ from rsa_hf.ops.triton.states import (
     _place_of_state,
     _positions,
     _program,
-    _reading,
     _seen,
     _states_of_split,
     _store_rows,
@@ -29,6 +28,7 @@ from rsa_hf.ops.triton.tables import (
     KIND,
     LAGS,
     RATE,
+    READ,
     Z,
     _amplitudes,
     _entry,
@@ -36,7 +36,9 @@ from rsa_hf.ops.triton.tables import (
     _halves,
     _multiply,
     _of_row,
+    _plus,
     _rates,
+    _times,
     _toeplitz,
     _weights,
 )
@@ -52,16 +54,14 @@ def _inner_products(v, x, acc):
 
 @triton.jit
 def _add_slope_of_readout(sums, v, state, power, slope, reached):
-    """Add ⟨v, z^k h⟩ and its derivative, channel by channel, to complex sums, [BLOCK] each."""
-    product, imaginary_product, change, imaginary_change = sums
-    h_real, h_imaginary, q_real, q_imaginary = state
-    p, p_imaginary = _sums(v, power[0] * reached, power[1] * reached)
-    s, s_imaginary = _sums(v, slope[0] * reached, slope[1] * reached)
-    product += p * h_real - p_imaginary * h_imaginary
-    imaginary_product += p * h_imaginary + p_imaginary * h_real
-    change += s * h_real - s_imaginary * h_imaginary + p * q_real - p_imaginary * q_imaginary
-    imaginary_change += s * h_imaginary + s_imaginary * h_real + p * q_imaginary + p_imaginary * q_real
-    return product, imaginary_product, change, imaginary_change
+    """Add ⟨v, z^k h⟩ and its derivative, channel by channel, to two complex sums, [BLOCK] each."""
+    product, change = sums
+    h, q = state
+    p, s = _sums(v, power, reached), _sums(v, slope, reached)
+    # Written out, because `_plus` of two products takes more registers.
+    real = s[0] * h[0] - s[1] * h[1] + p[0] * q[0] - p[1] * q[1]
+    imaginary = s[0] * h[1] + s[1] * h[0] + p[0] * q[1] + p[1] * q[0]
+    return _plus(product, _times(p, h)), _plus(change, (real, imaginary))
 
 
 @triton.jit
@@ -99,15 +99,14 @@ def backward_kernel(
     CHUNK: tl.constexpr = SHAPE.chunk
     K: tl.constexpr = SHAPE.lags
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
-    head, index, row, block, column, channels, table, axis, part = _program(
-        columns, heads, table, document_ids, rows, num_columns, length, SHAPE
+    head, index, row, block, column, axis, part = _program(
+        columns, heads, table, key_mask, document_ids, rows, num_columns, length, offset, queries, SHAPE
     )
     split, _per_split, first, last = part
+    channels, table = axis.channels, axis.table
     dout = _of_head(grad, row, index)
     v_rows = _of_head(value, row, index // num_key_value_groups)
     dv_rows = _of_head(dvalue, row, index)
-    mask, mask_stride = key_mask
-    mask += row * mask_stride
     high, low = _halves(_weights(table, SHAPE), dout[0].dtype.element_ty, SHAPE)
     weight = 1.0
     if SHAPE.mixed:
@@ -118,15 +117,15 @@ def backward_kernel(
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 4)
-        _walk_from_right(splits, dout, offset, queries, mask, axis, part, table, entering, channels, SHAPE, True)
-    state = _states_of_split(splits, axis, table, part, SHAPE, True, FROM_RIGHT=False)
+        _walk_from_right(splits, dout, axis, part, entering, SHAPE, True)
+    state = _states_of_split(splits, axis, part, SHAPE, True, FROM_RIGHT=False)
     zero = tl.zeros([BLOCK], tl.float32)
-    sums, attended = (zero, zero, zero, zero), zero
+    sums, attended = ((zero, zero), (zero, zero)), zero
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
     across = tl.zeros([CHUNK], tl.float32)
     i = tl.arange(0, CHUNK)
-    writing = _writing(table, CHUNK - 1 - i, SHAPE, True)
-    from_left, from_right = _reading(table, i, SHAPE), _reading(table, CHUNK - 1 - i, SHAPE)
+    writing = _writing(axis, CHUNK - 1 - i, SHAPE, True)
+    from_left, from_right = _entry(axis.table, READ, i, SHAPE), _entry(axis.table, READ, CHUNK - 1 - i, SHAPE)
     left, left_slope = _entry(table, Z, i, SHAPE), _entry(table, DZ, i, SHAPE)
     right, right_slope = _entry(table, Z, CHUNK - 1 - i, SHAPE), _entry(table, DZ, CHUNK - 1 - i, SHAPE)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
@@ -134,7 +133,7 @@ def backward_kernel(
         position, inside = _positions(chunk, axis, SHAPE, True)
         query = position - offset
         asked = inside & (query >= 0) & (query < queries)
-        seen = _seen(mask, position, inside, SHAPE)
+        seen = _seen(axis, position, inside, SHAPE)
         x = _load_rows(dout, query, asked, channels, SHAPE)
         v = _load_rows(v_rows, position, seen, channels, SHAPE)
         wide = v.to(tl.float32)
@@ -145,7 +144,7 @@ def backward_kernel(
 
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
-            own = tl.load(axis[0] + position, mask=inside, other=-1)
+            own = tl.load(axis.documents + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
             acc = _multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
             of_chunk = _inner_products(v, x, tl.zeros([CHUNK, CHUNK], tl.float32))
@@ -160,8 +159,8 @@ def backward_kernel(
             acc = _add_readout(acc, other, from_right, reached)
             sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached)
         if SHAPE.lags > 0:
-            acc = _add_across(acc, dout, offset, queries, chunk, mask, axis, table, channels, SHAPE, True)
-            across += _products_across(wide, dout, offset, queries, chunk, mask, axis, channels, SHAPE)
+            acc = _add_across(acc, dout, chunk, axis, SHAPE, True)
+            across += _products_across(wide, dout, chunk, axis, SHAPE)
         reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
         acc = _add_readout(acc, state, from_left, reached)
         sums = _add_slope_of_readout(sums, wide, state, left, left_slope, reached)
@@ -172,11 +171,11 @@ def backward_kernel(
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
     into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * (5 + SHAPE.lags)
     tl.store(into, tl.sum(attended))
-    product, imaginary_product, change, imaginary_change = sums
-    tl.store(into + 1, tl.sum(product) + _weighted(inner, table, Z, SHAPE))
-    tl.store(into + 2, tl.sum(imaginary_product) + _weighted(inner, table, Z + 1, SHAPE))
-    tl.store(into + 3, tl.sum(change) + _weighted(inner, table, DZ, SHAPE))
-    tl.store(into + 4, tl.sum(imaginary_change) + _weighted(inner, table, DZ + 1, SHAPE))
+    product, change = sums
+    tl.store(into + 1, tl.sum(product[0]) + _weighted(inner, table, Z, SHAPE))
+    tl.store(into + 2, tl.sum(product[1]) + _weighted(inner, table, Z + 1, SHAPE))
+    tl.store(into + 3, tl.sum(change[0]) + _weighted(inner, table, DZ, SHAPE))
+    tl.store(into + 4, tl.sum(change[1]) + _weighted(inner, table, DZ + 1, SHAPE))
     for k in tl.static_range(0, K):
         lags = i[:, None] - i[None, :]
         lags = lags if SHAPE.causal else tl.abs(lags)
@@ -191,7 +190,7 @@ def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _products_across(v, x, shift, count, chunk, key_mask, axis, channels, SHAPE: tl.constexpr):
+def _products_across(v, x, chunk, axis, SHAPE: tl.constexpr):
     """⟨v, x⟩ of a chunk's steps with those beyond its edges, summed by lag: [C], the entry k for a lag of k + 1."""
     CHUNK: tl.constexpr = SHAPE.chunk
     K: tl.constexpr = SHAPE.lags
@@ -201,7 +200,7 @@ def _products_across(v, x, shift, count, chunk, key_mask, axis, channels, SHAPE:
     for m in tl.static_range(0, K):
         for side in tl.static_range(0, SIDES):
             step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
-            row = _load_row(x, step, shift, count, key_mask, axis, channels, SHAPE, True)
+            row = _load_row(x, step, axis, SHAPE, True)
             of_steps = tl.sum(v * row[None, :], axis=1)
             if SHAPE.packed:
                 same = _document(chunk * SHAPE.chunk + i, axis, True) == _document(step, axis, True)
@@ -250,34 +249,34 @@ def learned_kernel(
     begin = tl.load(starts + head).to(tl.int64) * parts
     end = tl.where(is_head, tl.load(starts + head + 1).to(tl.int64) * parts, 0)
     attended = _sums_of_parts(partial, begin, end, longest, HEADS, BLOCK, SHAPE)
-    product = _sums_of_parts(partial + 1, begin, end, longest, HEADS, BLOCK, SHAPE)
-    imaginary_product = _sums_of_parts(partial + 2, begin, end, longest, HEADS, BLOCK, SHAPE)
-    change = _sums_of_parts(partial + 3, begin, end, longest, HEADS, BLOCK, SHAPE)
-    imaginary_change = _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK, SHAPE)
+    product = (
+        _sums_of_parts(partial + 1, begin, end, longest, HEADS, BLOCK, SHAPE),
+        _sums_of_parts(partial + 2, begin, end, longest, HEADS, BLOCK, SHAPE),
+    )
+    change = (
+        _sums_of_parts(partial + 3, begin, end, longest, HEADS, BLOCK, SHAPE),
+        _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK, SHAPE),
+    )
 
     rho, slope, angle, turn = _rates(learned, heads, head, SHAPE)
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    c, c_imaginary = _amplitudes(heads, head, rho * cos, rho * sin)
+    direction = tl.cos(angle), tl.sin(angle)
+    z = rho * direction[0], rho * direction[1]
+    c, dc = _amplitudes(heads, head, z), _amplitudes(heads, head, direction)  # dc is ∂c/∂decay
     gate, gate_slope = turn * 0.0 + 1.0, turn * 0.0
     if SHAPE.mixed:
         gate, gate_slope = _gates(learned, heads, head, SHAPE)
     # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
-    by_decay = c * change - c_imaginary * imaginary_change
-    by_imaginary_decay = c * imaginary_change + c_imaginary * change
-    real, imaginary = _amplitudes(heads, head, cos, sin)  # ∂c/∂decay
-    by_decay += real * product - imaginary * imaginary_product
-    by_imaginary_decay += real * imaginary_product + imaginary * product
-    by_gate = c * product - c_imaginary * imaginary_product - attended
+    by_decay, by_imaginary_decay = _plus(_times(c, change), _times(dc, product))
+    by_gate = _times(c, product)[0] - attended
     # A free lag takes the place of f(k) = Re(c z^{k−1}), whose derivative by decay is k Re(∂c/∂decay z^{k−1}).
     of_lag = turn * 0.0
     for k in tl.static_range(0, K):
         sums = _sums_of_parts(partial + 5 + k, begin, end, longest, HEADS, BLOCK, SHAPE)
         place = SHAPE.lags * _of_row(heads, head, LAGS) + k
-        by_gate += (tl.load(learned[4] + place).to(tl.float64) - c) * sums
-        by_decay -= (k + 1) * real * sums
-        by_imaginary_decay -= (k + 1) * imaginary * sums
-        c, c_imaginary = rho * (cos * c - sin * c_imaginary), rho * (cos * c_imaginary + sin * c)
-        real, imaginary = rho * (cos * real - sin * imaginary), rho * (cos * imaginary + sin * real)
+        by_gate += (tl.load(learned[4] + place).to(tl.float64) - c[0]) * sums
+        by_decay -= (k + 1) * dc[0] * sums
+        by_imaginary_decay -= (k + 1) * dc[1] * sums
+        c, dc = _times(z, c), _times(z, dc)
         of_lag += tl.where(is_head & (place == program - num_mu - num_eta - num_nu), sums, 0.0)
 
     is_regular = _of_row(heads, head, KIND) == 0

@@ -6,6 +6,7 @@ import triton.language as tl
 from rsa_hf.ops.triton.states import (
     _advance,
     _borders,
+    _column,
     _document,
     _load_row,
     _load_rows,
@@ -14,7 +15,6 @@ from rsa_hf.ops.triton.states import (
     _place_of_state,
     _positions,
     _program,
-    _reading,
     _seen,
     _states_of_split,
     _store_rows,
@@ -22,22 +22,19 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import _added_across, _gates, _halves, _multiply, _weights
+from rsa_hf.ops.triton.tables import READ, _added_across, _entry, _gates, _halves, _multiply, _weights
 
 
 @triton.jit
 def _add_readout(acc, state, reading, reached):
     """Add Re(c z^k h), row by row, where the state reaches."""
-    h_real, h_imaginary, _q_real, _q_imaginary = state
-    real, imaginary = reading
-    real, imaginary = (real * reached)[:, None], (imaginary * reached)[:, None]
-    return acc + real * h_real[None, :] - imaginary * h_imaginary[None, :]
+    h, _q = state
+    real, imaginary = _column((reading[0] * reached, reading[1] * reached))
+    return acc + real * h[0][None, :] - imaginary * h[1][None, :]
 
 
 @triton.jit
-def _add_across(
-    acc, x, shift, count, chunk, key_mask, axis, table, channels, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
-):
+def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Add what free lags add of the steps beyond the edges of a chunk."""
     K: tl.constexpr = SHAPE.lags
     SIDES: tl.constexpr = 1 if SHAPE.causal else 2
@@ -45,8 +42,8 @@ def _add_across(
     for m in tl.static_range(0, K):
         for side in tl.static_range(0, SIDES):
             step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
-            row = _load_row(x, step, shift, count, key_mask, axis, channels, SHAPE, BACKWARD)
-            added = _added_across(table, m, SHAPE, side == 1)
+            row = _load_row(x, step, axis, SHAPE, BACKWARD)
+            added = _added_across(axis.table, m, SHAPE, side == 1)
             if SHAPE.packed:
                 same = _document(i, axis, BACKWARD) == _document(step, axis, BACKWARD)
                 added = tl.where(same, added, 0.0)
@@ -65,9 +62,9 @@ def _entering_of(
     entering, row, block, head, num_heads, slots, length, axis, SHAPE: tl.constexpr, STATES: tl.constexpr
 ):
     """Where a program keeps the states that enter its chunks from the right."""
-    _document_ids, _steps, residue, d = axis
     slot = ((row * SHAPE.blocks + block) * num_heads + head) * slots
-    return entering + (slot + residue * (tl.cdiv(tl.cdiv(length, d), SHAPE.chunk) - 1)) * (STATES * SHAPE.block)
+    slot += axis.residue * (tl.cdiv(tl.cdiv(length, axis.d), SHAPE.chunk) - 1)
+    return entering + slot * (STATES * SHAPE.block)
 
 
 @triton.jit
@@ -104,16 +101,14 @@ def forward_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
-    head, index, row, block, _column, channels, table, axis, part = _program(
-        columns, heads, table, document_ids, rows, num_columns, length, SHAPE
+    head, index, row, block, _column, axis, part = _program(
+        columns, heads, table, key_mask, document_ids, rows, num_columns, length, 0, length, SHAPE
     )
-    _document_ids, _steps, residue, d = axis
-    _split, _per_split, first, last = part
+    split, per_split, first, last = part
+    channels = axis.channels
     v = _of_head(value, row, index // num_key_value_groups)
     out = _of_head(output, row, index)
-    mask, mask_stride = key_mask
-    mask += row * mask_stride
-    high, low = _halves(_weights(table, SHAPE), v[0].dtype.element_ty, SHAPE)
+    high, low = _halves(_weights(axis.table, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
         softmax = _of_head(attention, row, index)
         gate, _slope = _gates(learned, heads, head, SHAPE)
@@ -121,32 +116,15 @@ def forward_kernel(
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
-        _walk_from_right(splits, v, 0, length, mask, axis, part, table, entering, channels, SHAPE, False)
-    state = _states_of_split(splits, axis, table, part, SHAPE, False, FROM_RIGHT=False)
+        _walk_from_right(splits, v, axis, part, entering, SHAPE, False)
+    state = _states_of_split(splits, axis, part, SHAPE, False, FROM_RIGHT=False)
     # Before the first query there are only states to carry, and after the last one nothing is left to do.
-    begin = tl.minimum(tl.maximum(tl.maximum(offset - residue, 0) // (d * CHUNK), first), last)
-    state = _walk(
-        state,
-        v,
-        0,
-        length,
-        mask,
-        axis,
-        table,
-        entering,
-        channels,
-        first,
-        begin,
-        SHAPE,
-        False,
-        FROM_RIGHT=False,
-        KEPT=False,
-    )
-    end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - residue, 0), d * CHUNK), last)
+    begin = tl.minimum(tl.maximum(tl.maximum(offset - axis.residue, 0) // (axis.d * CHUNK), first), last)
+    state = _walk(state, v, axis, (split, per_split, first, begin), None, SHAPE, False, FROM_RIGHT=False)
+    end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - axis.residue, 0), axis.d * CHUNK), last)
     i = tl.arange(0, CHUNK)
-    writing = _writing(table, CHUNK - 1 - i, SHAPE, False)
-    from_left = _reading(table, i, SHAPE)
-    from_right = _reading(table, CHUNK - 1 - i, SHAPE)
+    writing = _writing(axis, CHUNK - 1 - i, SHAPE, False)
+    from_left, from_right = _entry(axis.table, READ, i, SHAPE), _entry(axis.table, READ, CHUNK - 1 - i, SHAPE)
     for number in tl.range(0, end - begin, num_stages=SHAPE.stages):
         chunk = begin + number
         position, inside = _positions(chunk, axis, SHAPE, False)
@@ -154,10 +132,10 @@ def forward_kernel(
         asked = inside & (query >= 0) & (query < queries)
         if SHAPE.mixed:
             unmixed = _load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
-        x = _load_rows(v, position, _seen(mask, position, inside, SHAPE), channels, SHAPE)
+        x = _load_rows(v, position, _seen(axis, position, inside, SHAPE), channels, SHAPE)
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
-            own = tl.load(axis[0] + position, mask=inside, other=-1)
+            own = tl.load(axis.documents + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
             acc = _multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
         else:
@@ -167,7 +145,7 @@ def forward_kernel(
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, False)
             acc = _add_readout(acc, _load_states(pointers, has_place, SHAPE, False), from_right, reached)
         if SHAPE.lags > 0:
-            acc = _add_across(acc, v, 0, length, chunk, mask, axis, table, channels, SHAPE, False)
+            acc = _add_across(acc, v, chunk, axis, SHAPE, False)
         reached, taken, keep = _borders(chunk, axis, SHAPE, False, False)
         acc = _add_readout(acc, state, from_left, reached)
         state = _advance(state, x.to(tl.float32), writing, taken, keep, False)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from rsa_hf.ops.triton.forward import _lerp
 from rsa_hf.ops.triton.states import _load_rows, _of_head
-from rsa_hf.ops.triton.tables import DILATION, INDEX, LAGS, _amplitudes, _gates, _of_row, _power, _rates
+from rsa_hf.ops.triton.tables import DILATION, INDEX, LAGS, _amplitudes, _gates, _of_row, _power, _rates, _times
 
 NEGLIGIBLE = tl.constexpr(2.0**-30)  # of the largest value, in P V: below what float32 resolves
 FAR = tl.constexpr(2**30)
@@ -57,7 +57,7 @@ def step_kernel(
     mask, mask_stride = key_mask
     mask += row * mask_stride
     rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
-    c, c_imaginary = _amplitudes(heads, head, rho * tl.cos(angle), rho * tl.sin(angle))
+    c = _amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
     if not KNOWN:
         place = tl.load(position).to(tl.int32)
     steps = tl.minimum(tl.minimum(place, farthest) // d, _reach(rho, SHAPE))
@@ -67,8 +67,7 @@ def step_kernel(
         key, seen = place - (k + 1) * d, k < steps
         if SHAPE.masked:
             seen = seen & (tl.load(mask + key, mask=seen, other=0) != 0)
-        real, imaginary = _power(rho, angle, k, k)
-        f = c * real - c_imaginary * imaginary
+        f, _imaginary = _times(c, _power(rho, angle, k, k))
         if SHAPE.lags > 0:
             free_lags, is_free = learned[4] + SHAPE.lags * _of_row(heads, head, LAGS), k < SHAPE.lags
             f = tl.where(is_free, tl.load(free_lags + k, mask=is_free, other=0.0).to(tl.float64), f)

@@ -64,27 +64,34 @@ def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
     head = tl.program_id(0)
     d = _of_row(heads, head, DILATION)
     rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
-    z, z_imaginary = rho * tl.cos(angle), rho * tl.sin(angle)
-    c, c_imaginary = _amplitudes(heads, head, z, z_imaginary)
+    c = _amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
 
-    real, imaginary = _power(rho, angle, k, k)
-    slope, imaginary_slope = _power(rho, angle, tl.maximum(k - 1, 0), k)
-    slope, imaginary_slope = slope * k, imaginary_slope * k
+    power, before = _power(rho, angle, k, k), _power(rho, angle, tl.maximum(k - 1, 0), k)
+    f = _times(c, power)
     into = table + head * TABLE_ROWS * SHAPE.powers + entry
-    _store_complex(into, Z, real, imaginary, SHAPE)
-    _store_complex(into, DZ, slope, imaginary_slope, SHAPE)
-    rest, imaginary_rest = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
-    _store_complex(into, REST, rest, imaginary_rest, SHAPE)
-    f = c * real - c_imaginary * imaginary
-    _store_complex(into, READ, f, c * imaginary + c_imaginary * real, SHAPE)
+    _store_complex(into, Z, power, SHAPE)
+    _store_complex(into, DZ, (before[0] * k, before[1] * k), SHAPE)
+    _store_complex(into, REST, (power[0] - power[0].to(tl.float32), power[1] - power[1].to(tl.float32)), SHAPE)
+    _store_complex(into, READ, f, SHAPE)
     if SHAPE.lags > 0:
         _mu, _eta, _nu, _theta, free_lags = learned
         is_free = entry < SHAPE.lags
         free = tl.load(free_lags + SHAPE.lags * _of_row(heads, head, LAGS) + entry, mask=is_free, other=0.0)
-        tl.store(into + ADDED * SHAPE.powers, tl.where(is_free, free.to(tl.float64) - f, 0.0).to(tl.float32))
+        tl.store(into + ADDED * SHAPE.powers, tl.where(is_free, free.to(tl.float64) - f[0], 0.0).to(tl.float32))
+
+
+@triton.jit
+def _times(a, b):
+    """The product of two complex numbers, (real, imaginary) each."""
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+@triton.jit
+def _plus(a, b):
+    return a[0] + b[0], a[1] + b[1]
 
 
 @triton.jit
@@ -99,9 +106,9 @@ def _power(rho, angle, k, turns):
 
 
 @triton.jit
-def _store_complex(into, row: tl.constexpr, real, imaginary, SHAPE: tl.constexpr):
-    tl.store(into + row * SHAPE.powers, real.to(tl.float32))
-    tl.store(into + (row + 1) * SHAPE.powers, imaginary.to(tl.float32))
+def _store_complex(into, row: tl.constexpr, number, SHAPE: tl.constexpr):
+    tl.store(into + row * SHAPE.powers, number[0].to(tl.float32))
+    tl.store(into + (row + 1) * SHAPE.powers, number[1].to(tl.float32))
 
 
 # --- from what is learned to gates and rates of heads, in float64, with derivatives ---------------------------------
@@ -160,10 +167,10 @@ def _rates(learned, heads, head, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _amplitudes(heads, head, z, z_imaginary):
-    """Real and imaginary part of c of heads: z, of sin heads −i z."""
+def _amplitudes(heads, head, z):
+    """The amplitude c of heads: z, of sin heads −i z."""
     is_sin = _of_row(heads, head, KIND) == 2
-    return tl.where(is_sin, z_imaginary, z), tl.where(is_sin, -z, z_imaginary)
+    return tl.where(is_sin, z[1], z[0]), tl.where(is_sin, -z[0], z[1])
 
 
 # --- readers of the table -------------------------------------------------------------------------------------------
