@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from rsa_hf.ops import cpp
 from rsa_hf.ops.buffers import empty_output
 from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
-from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.problem import Layout, Learned, Problem, rems_and_gate
 from rsa_hf.ops.pytorch import product_in_pytorch
 from rsa_hf.ops.read_mask import read_mask
@@ -199,7 +199,7 @@ def _problem(*arguments: Any) -> Problem:
     if mask is None:
         read = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
     else:
-        read = read_mask(mask, query_length, S, causal)
+        read = remembered(read_mask, mask, query_length, S, causal)
     layout = Layout.from_numbers(numbers, scale, K)
     return Problem(value, attention, Learned(*learned), layout, groups, read)
 

@@ -72,7 +72,7 @@ def read_attention_mask(
         if not_read:
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
-        return read_mask(attention_mask, T, S, causal)
+        return remembered(read_mask, attention_mask, T, S, causal)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -92,14 +92,9 @@ def read_attention_mask(
 def flash_document_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
     """Document ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
 
-    Args:
-        query: [1, H, T, D].
-        key: [1, Hkv, S, D].
-        keywords: keywords of the attention call: `cu_seq_lens_q`, the start of each document and the end of the last;
-            or `position_ids`, [1, T], which restart with each document (at their minimum: RoBERTa's is not 0).
-
-    Raises:
-        NotImplementedError: packed documents in several rows, or after cached keys.
+    The keywords are `cu_seq_lens_q`, the start of each document and the end of the last; or `position_ids`, [1, T],
+    which restart with each document (at their minimum: RoBERTa's is not 0). Packed documents in several rows or after
+    cached keys are a NotImplementedError.
     """
     B, S = len(query), key.shape[2]
     ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))
@@ -126,11 +121,7 @@ def _document_ids_of_positions(positions: Tensor) -> Tensor | None:
 
 
 def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
-    """A 4-D mask tensor, boolean or additive, as a boolean one, its last axis cut to S keys.
-
-    Raises:
-        ValueError: the mask's shape does not fit.
-    """
+    """A 4-D mask, boolean or additive, as a boolean one for S keys; a ValueError if its shape does not fit."""
     if mask.shape[-1] < S or mask.shape[-2] not in (1, T):
         raise ValueError(
             f"RSA cannot read an attention mask of shape {tuple(mask.shape)} for {T} queries and {S} keys: "
@@ -143,14 +134,9 @@ def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
 def evaluate_block_mask(block_mask: Any, query: Tensor, key_length: int) -> Tensor:
     """Which keys each query sees under flex attention: [B or 1, H or 1, T, S], boolean.
 
-    It is evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the
-    same tensor is returned, so `read_mask` reads it once for all layers of a forward.
-
-    Args:
-        block_mask: flex attention's `BlockMask`. Flex attention shows the keys of full blocks, asks `mask_mod` in
-            partial blocks, and skips all others.
-        query: [B, H, T, D].
-        key_length: S.
+    Flex attention shows the keys of full blocks, asks `mask_mod` in partial blocks, and skips all others. The mask is
+    evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the same
+    tensor is returned, so that it is read once for all layers of a forward.
     """
     from torch.nn.attention.flex_attention import create_mask  # slow to import
 
@@ -191,21 +177,6 @@ def _in_blocks(count: Tensor, index: Tensor, block_size: tuple[int, int], T: int
     return blocks.repeat_interleave(height, 2).repeat_interleave(width, 3)[..., :T, :S]
 
 
-def read_mask(mask: Tensor, query_length: int, key_length: int, causal: bool) -> AttentionMask:
-    """Read a 4-D mask tensor, once for all layers of a forward.
-
-    Args:
-        mask: [B or 1, H or 1, T or 1, S or more], boolean or additive.
-        query_length: T.
-        key_length: S.
-        causal: direction of the layer.
-
-    Raises:
-        ValueError: the mask's shape does not fit.
-    """
-    return remembered(_read_mask, mask, query_length, key_length, causal)
-
-
 def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     """Read the mask of a single causal query without looking at its values, so nothing waits for the device.
 
@@ -228,14 +199,17 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
     return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
 
 
-def _read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
+def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
+    """Read a 4-D mask, [B or 1, H or 1, T or 1, S or more]; a ValueError if its shape does not fit."""
     visible = as_boolean(mask, T, S)
     if mask.is_meta:
         return AttentionMask(T, S, S - T, causal)  # only shapes are computed from it
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
     visible = visible.expand(-1, -1, T, S)
-    offset = _offset(visible, T, S, causal)
+    offset = S - T
+    if causal and T < S and visible.numel():
+        offset = int(query_position(visible, T, S))
     if visible.shape[1] == 1:
         tau = lags(AttentionMask(T, S, offset, causal), mask.device)
         key_mask = visible[:, 0].any(dim=1)
@@ -282,12 +256,6 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     return begins.cumsum(dim=1)
 
 
-def _offset(visible: Tensor, T: int, S: int, causal: bool) -> int:
-    if not causal or T >= S or visible.numel() == 0:
-        return S - T
-    return int(query_position(visible, T, S))
-
-
 def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     """Position of the first causal query on the key axis, from a mask, without waiting for its values: ().
 
@@ -298,11 +266,6 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
 
     If the first query sees as far as any other, as in one prefix, the mask is the same whatever part of its end is
     padding. Then the last query that sees anything is taken for a token, at the last visible key.
-
-    Args:
-        visible: [B or 1, H or 1, T or 1, S], boolean.
-        T: number of queries.
-        S: number of keys; a static cache has slots after the queries.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
