@@ -140,10 +140,7 @@ def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:
     axes.axhline(0, color=GREY, linewidth=0.6)
     for head in layer.heads:
         lags = torch.arange(head.dilation, max(end, head.dilation) + 1, head.dilation, device="cpu")
-        learned = (head.free_lags,) if head.free_lags else ()
-        rates = (head.decay, head.theta or 0.0, *learned)
-        decay, theta, *free_lags = (torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates)
-        weights = lag_weights(head.kind, decay, theta, lags, head.dilation, *free_lags)
+        weights = lag_weights(head.kind, head.decay, head.theta, head.dilation, head.free_lags, lags)
         style = DASHES if head.dilation > 1 else "-"
         axes.plot(lags, weights, color=KIND_COLOURS[head.kind], linestyle=style, linewidth=1.2, alpha=0.85)
     axes.set_xlim(0, end)

@@ -44,25 +44,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class Rems:
-    """The REMs of H heads.
+    """The REMs of H heads, in all fields with one entry for each."""
 
-    Attributes:
-        kinds: `"regular"`, `"cos"` or `"sin"`, of length H.
-        decay: λ or γ, shape (H,): |z|, or z itself where it is real.
-        theta: angle of z in radians, shape (H,); 0 for regular heads.
-        dilation: d, of length H.
-        num_key_value_groups: number of heads per value head; head h reads value head h // num_key_value_groups.
-        heads: index of each head among all heads of the layer, ascending, of length H. Others are plain heads.
-        free_lags: f(kd) for the steps k = 1 … K, shape (H, K), in place of the paper's; None: K = 0.
-    """
-
-    kinds: tuple[str, ...]
-    decay: Tensor
-    theta: Tensor
+    kinds: tuple[str, ...]  # "regular", "cos" or "sin"
+    decay: Tensor  # λ or γ, shape (H,): |z|, or z itself where it is real
+    theta: Tensor  # angle of z in radians, shape (H,); 0 for regular heads
     dilation: tuple[int, ...]
-    num_key_value_groups: int
-    heads: tuple[int, ...]
-    free_lags: Tensor | None = None
+    num_key_value_groups: int  # heads per value head; head h of the layer reads value head h // num_key_value_groups
+    heads: tuple[int, ...]  # index of each among all heads of the layer, ascending; others are plain heads
+    free_lags: Tensor | None = None  # f(kd) for the steps k = 1 … K, shape (H, K), in place of the paper's
 
     def amplitudes(self) -> Tensor:
         """Real and imaginary part of c, shape (H, 2)."""
@@ -77,25 +67,16 @@ def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lag_weights(
-    kind: str, decay: Tensor, theta: Tensor, lags: Tensor, dilation: int = 1, free_lags: Tensor | None = None
+    kind: str, decay: float, theta: float | None, dilation: int, free_lags: Sequence[float] | None, lags: Tensor
 ) -> Tensor:
-    """f(τ) of one causal head: `weights_of_lags` for numbers.
+    """`weights_of_lags` of one head, given as numbers, in float64; θ is not read for a regular head."""
 
-    Args:
-        kind: `"regular"`, `"cos"` or `"sin"`.
-        decay: λ or γ, shape ().
-        theta: θ in radians, shape (); not read for regular heads.
-        lags: whole numbers τ, any shape.
-        dilation: d ≥ 1.
-        free_lags: f(kd) for the steps k = 1 … K, shape (K,), in place of the paper's.
+    def tensor(numbers: Any) -> Tensor:
+        return torch.tensor([numbers], dtype=torch.float64, device="cpu")
 
-    Returns:
-        f(τ) in the dtype of `decay`, the shape of `lags`; 0 where τ ≤ 0 or d does not divide τ.
-    """
-    theta = torch.zeros_like(theta) if kind == "regular" else theta
-    free = None if free_lags is None else free_lags[None]
-    rems = Rems((kind,), decay.reshape(1), theta.reshape(1), (dilation,), 1, (0,), free)
-    return weights_of_lags(rems, lags, decay.dtype)[0]
+    rates = tensor(decay), tensor(0.0 if kind == "regular" else theta)
+    rems = Rems((kind,), *rates, (dilation,), 1, (0,), tensor(free_lags) if free_lags else None)
+    return weights_of_lags(rems, lags, torch.float64)[0]
 
 
 def rem_matrix(
@@ -144,14 +125,8 @@ def rem_matrix(
 def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Equation 4: (1 − g) · attention + g · P V for the RSA heads; plain heads stay as they are.
 
-    Args:
-        attention: output of softmax attention, [B, T, H', D] with H' ≥ H.
-        product: P V of the H RSA heads, [B, H, T, D]; the sum is computed in its dtype.
-        gate: g, shape (H,).
-        heads: index of each RSA head in `attention`, ascending.
-
-    Returns:
-        [B, T, H', D] in the dtype of `attention`.
+    `attention` is [B, T, H', D] with H' ≥ H, `product` is P V of the H RSA heads, [B, H, T, D], `gate` is g, (H,), and
+    `heads` are their ascending indices. The result has the shape and dtype of `attention`.
     """
     softmax = take_heads(attention, heads, dim=2).to(product.dtype)
     # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a closed gate changes no bit.
@@ -237,14 +212,9 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Re z^k and Im z^k of every head at whole exponents k ≥ 0: [H, K] each, differentiable any number of times.
+    """Re z^k and Im z^k of every head at whole exponents k ≥ 0, [K] or [H, K]: [H, K] each.
 
-    Computed in float64 (float32 on devices without it), whatever the dtype of the rates.
-
-    Args:
-        rems: the heads; their free lags and dilations are ignored.
-        exponents: k, [K] or [H, K].
-        dtype: dtype of the result.
+    Computed in float64 (float32 on devices without it), and differentiable any number of times.
     """
     wide = widest_dtype(exponents.device)
     k = exponents.to(wide)

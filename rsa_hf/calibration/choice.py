@@ -66,12 +66,7 @@ class Rem(NamedTuple):
     def weights(self, lags: Tensor) -> Tensor:
         """f(τ) at whole lags, in float64."""
         head = self.head(0, 0, 0.0)
-        decay, theta, *free = (
-            torch.tensor(x, dtype=torch.float64, device="cpu")
-            for x in (head.decay, head.theta, head.free_lags)
-            if x is not None
-        )
-        return lag_weights(head.kind, decay, theta, lags, head.dilation, *free)
+        return lag_weights(head.kind, head.decay, head.theta, head.dilation, head.free_lags, lags)
 
 
 NUM_FREE_LAGS = 3
