@@ -78,11 +78,7 @@ class RSAHeads(nn.Module):
                 parameter.copy_(start if name == "free_lags" else start / self.spec.parameter_scale)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`.
-
-        Args:
-            dtype: dtype of the computation.
-        """
+        """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`."""
         scale = self.spec.parameter_scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:

@@ -19,30 +19,19 @@ from rsa_hf.utils.text import format_table
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One RSA head: its REM, its effective values, and where they started.
+    """One RSA head: its REM, its effective values, and where they started."""
 
-    Attributes:
-        head: index of the head in its layer.
-        kind: `"regular"`, `"cos"` or `"sin"`.
-        dilation: d; 1 for a head that is not dilated.
-        gate, gate_start: g = σ(μ).
-        decay, decay_start: λ or γ.
-        theta, theta_start: θ in radians; None for a regular head.
-        half_life: number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall.
-        free_lags: the weights of the first steps, where they are free.
-    """
-
-    head: int
-    kind: str
-    dilation: int
-    gate: float
-    decay: float
-    theta: float | None
-    half_life: float
+    head: int  # its index in the layer
+    kind: str  # "regular", "cos" or "sin"
+    dilation: int  # d; 1 for a head that is not dilated
+    gate: float  # g = σ(μ)
+    decay: float  # λ or γ
+    theta: float | None  # in radians; None for a regular head
+    half_life: float  # number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall
     gate_start: float
     decay_start: float
     theta_start: float | None
-    free_lags: tuple[float, ...] = ()
+    free_lags: tuple[float, ...] = ()  # the weights of the first steps, where they are free
 
 
 @dataclass(frozen=True)

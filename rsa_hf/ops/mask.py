@@ -25,37 +25,23 @@ LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which keys each query sees.
+    """Which keys each query sees; a ValueError if queries are not at positions of keys."""
 
-    Attributes:
-        query_length: T.
-        key_length: S.
-        query_offset: position of the first query on the key axis.
-        causal: masked or unmasked REMs.
-        key_mask: [B or 1, S], False for padding keys; None: no padding.
-        documents: number of the document of each position of packed rows, [B, S], as `document_index` counts them; a
-            query sees keys of its own document alone. None: a row is one document.
-        sliding_window: number of positions that a query sees back, itself included, and ahead if not causal; None: no
-            window.
-        visible: [B or 1, H or 1, T, S], for masks that the fields above cannot express; else None.
-        query_position: position of a single query, shape (), if only the mask contains it. Then `visible` holds the
-            mask's row, and `query_offset` has no meaning.
-        unread_mask: a 4-D mask inside a compiled graph or a transform of `torch.func`, whose values are not known.
-            The operator that receives it reads it with `read_mask`.
-
-    Raises:
-        ValueError: queries are not at positions of keys.
-    """
-
-    query_length: int
-    key_length: int
-    query_offset: int
-    causal: bool
-    key_mask: Tensor | None = None
+    query_length: int  # T
+    key_length: int  # S
+    query_offset: int  # position of the first query on the key axis
+    causal: bool  # masked or unmasked REMs
+    key_mask: Tensor | None = None  # [B or 1, S], False for padding keys
+    # Number of the document of each position of packed rows, [B, S], as `document_index` counts them. A query sees its
+    # own document alone.
     documents: Tensor | None = None
-    sliding_window: int | None = None
-    visible: Tensor | None = None
+    sliding_window: int | None = None  # positions that a query sees back, itself included, and ahead if not causal
+    visible: Tensor | None = None  # [B or 1, H or 1, T, S], for masks that the fields above cannot express
+    # Position of a single query, shape (), if only the mask contains it. Then `visible` holds the mask's row, and
+    # `query_offset` has no meaning.
     query_position: Tensor | None = None
+    # A 4-D mask inside a graph or a transform of `torch.func`, whose values are not known. The operator that receives
+    # it reads it with `read_mask`.
     unread_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -104,12 +90,7 @@ def lags(mask: AttentionMask, device: torch.device) -> Tensor:
 
 
 def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
-    """Which keys each query sees, True where it does: [B or 1, H or 1, T, S].
-
-    Args:
-        mask: anything but an unread mask (see `read_traced`).
-        tau: its `lags`, [T, S].
-    """
+    """Which keys each query sees, [B or 1, H or 1, T, S], of any but an unread mask, whose `lags` are tau."""
     shown = (tau >= 0 if mask.causal else torch.ones_like(tau, dtype=torch.bool))[None, None]
     if mask.sliding_window is not None:
         shown = shown & (tau.abs() < mask.sliding_window)
@@ -138,11 +119,7 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
 
     On a CPU an answer holds while the tensor has the same values. On a GPU, where comparing them would wait, it holds
     until an operation of PyTorch writes to the tensor; writes through `.data` or by other libraries are not noticed.
-
-    Args:
-        function: function whose result does not hold the tensor, nor its memory, which may change before a backward.
-        tensor: a mask, or positions.
-        args: further arguments, comparable by ==.
+    The result must not hold the tensor, nor its memory, which may change before a backward pass.
     """
     if is_recorded():
         return function(tensor, *args)

@@ -31,18 +31,12 @@ class HeadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The RSA heads of a layer, ascending.
-
-    Attributes:
-        rows: the heads.
-        scale: `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ
-            themselves.
-        num_free_lags: K, of each head.
-    """
+    """The RSA heads of a layer, ascending."""
 
     rows: tuple[HeadRow, ...]
+    # `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ themselves.
     scale: float
-    num_free_lags: int = 0
+    num_free_lags: int = 0  # K, of each head
 
     # The cached ones are not for graphs, which cannot take the lock.
     @cached_property
@@ -79,22 +73,13 @@ class Learned(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """P V of a layer's RSA heads, [B, R, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H, D].
+    """P V of a layer's RSA heads, [B, R, T, D]; or, with `attention`, (1 − g) · attention + g · P V, [B, T, H, D]."""
 
-    Attributes:
-        value: V, [B, Hv, S, D].
-        attention: output of softmax attention to mix P V into, [B, T, H, D], or None.
-        learned: the learned numbers; `mu` is None without `attention`.
-        layout: the RSA heads.
-        num_key_value_groups: number of heads per value head; head h reads value head h // num_key_value_groups.
-        mask: which keys each query sees.
-    """
-
-    value: Tensor
-    attention: Tensor | None
-    learned: Learned
+    value: Tensor  # V, [B, Hv, S, D]
+    attention: Tensor | None  # output of softmax attention to mix P V into, [B, T, H, D]
+    learned: Learned  # without `mu` if there is no attention
     layout: Layout
-    num_key_value_groups: int
+    num_key_value_groups: int  # heads per value head; head h reads value head h // num_key_value_groups
     mask: AttentionMask
 
     @property

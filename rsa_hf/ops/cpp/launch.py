@@ -61,15 +61,10 @@ def _call(
     dvalue: Tensor | None,
     sums: Learned,
 ) -> None:
-    """Call the C++ for numbers of a dtype.
+    """Call `"forward"`, `"queries"` or `"backward"` for numbers of a dtype, that of all tensors but the problem's own.
 
-    Args:
-        function: `"forward"`, `"queries"` or `"backward"`.
-        dtype: that of all tensors but those of the problem.
-        problem: the problem.
-        layers: attention, output, grad and dattention, [B, T, H, D] each, without attention [B, H, T, D].
-        dvalue: the gradient of V, to be written.
-        sums: the gradients of what is learned, to be added to.
+    `layers` are attention, output, grad and dattention, [B, T, H, D] each, without attention [B, H, T, D]; `dvalue` is
+    written, and `sums`, the gradients of what is learned, are added to.
     """
     value, attention, learned, layout, num_key_value_groups, mask = problem
     B, _, _, D = value.shape

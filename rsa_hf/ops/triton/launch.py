@@ -29,9 +29,7 @@ CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be ha
 def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
     """The output of a problem in float32, bfloat16 or float16: of a step, or one without a window and `visible`.
 
-    Args:
-        problem: what to compute.
-        tuning: block shapes; None: the fastest known ones.
+    `tuning` are block shapes; None: the fastest known ones.
     """
     output = empty_output(problem)
     if problem.attention is not None:

@@ -8,39 +8,22 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Attributes:
-        head_size: D.
-        block: channels per program.
-        blocks: programs per head, so that they have all of its channels.
-        chunk: C, steps per chunk.
-        splits: number of splits of the sequence.
-        powers: length of a row of the table.
-        stages: number of chunks in flight from memory.
-        causal: masked or unmasked REMs.
-        mixed: whether P V is mixed into attention.
-        masked: whether there is a key mask.
-        packed: whether there are documents.
-        halves: whether the Toeplitz matrix is a sum of two 16-bit matrices.
-        lags: K, the number of free lags.
-        scale: of what is learned (`Layout`).
-    """
-
-    head_size: int
-    block: int
-    blocks: int
-    chunk: int
-    splits: int
-    powers: int
-    stages: int
-    causal: bool
-    mixed: bool
-    masked: bool
-    packed: bool
-    halves: bool
-    lags: int
-    scale: float
+    head_size: int  # D
+    block: int  # channels per program
+    blocks: int  # programs per head, so that they have all of its channels
+    chunk: int  # C, steps per chunk
+    splits: int  # of the sequence
+    powers: int  # length of a row of the table
+    stages: int  # chunks in flight from memory
+    causal: bool  # masked or unmasked REMs
+    mixed: bool  # whether P V is mixed into attention
+    masked: bool  # whether there is a key mask
+    packed: bool  # whether there are documents
+    halves: bool  # whether the Toeplitz matrix is a sum of two 16-bit matrices
+    lags: int  # K, the number of free lags
+    scale: float  # of what is learned (`Layout`)
 
 
 # Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, c z^k with the amplitude c,

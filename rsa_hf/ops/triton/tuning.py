@@ -12,19 +12,12 @@ ROUNDS = 5  # timed runs of each candidate, after one warm-up
 
 
 class Tuning(NamedTuple):
-    """Launch parameters of a kernel.
+    """Launch parameters of a kernel."""
 
-    Attributes:
-        chunk: C, steps per chunk; a power of two, at least 16.
-        block: channels per program; a power of two, at least 16.
-        warps: warps per program.
-        stages: number of chunks in flight from memory.
-    """
-
-    chunk: int
-    block: int
-    warps: int
-    stages: int
+    chunk: int  # C, steps per chunk; a power of two, at least 16
+    block: int  # channels per program; a power of two, at least 16
+    warps: int  # per program
+    stages: int  # chunks in flight from memory
 
 
 def block_of(head_size: int, most: int = 64) -> int:
@@ -36,13 +29,7 @@ def block_of(head_size: int, most: int = 64) -> int:
 
 
 def candidates(kernel: str, head_size: int, bits: int) -> list[Tuning]:
-    """The candidates, the default first.
-
-    Args:
-        kernel: `"forward"` or `"backward"`.
-        head_size: D.
-        bits: bits per value, 16 or 32.
-    """
+    """The candidates for a kernel, `"forward"` or `"backward"`, and values of 16 or 32 bits; the default first."""
     block = block_of(head_size)
     if bits == 32:
         # Rows are twice as wide, and tf32x3 costs three products.
