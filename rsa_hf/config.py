@@ -362,11 +362,6 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(("gate_per_head", "causal"), (bool, False, True)),
 }
 _TYPES = {int: "a whole number from {:g} to {:g}", float: "a number from {:g} to {:g}", bool: "True or False"}
-# Fields that may be lists.
-_LISTS: dict[type, tuple[str, ...]] = {
-    HeadConfig: ("free_lags",),
-    RSAConfig: ("dilation", "nu_init", "theta_init", "layers", "causal"),
-}
 
 _Config = TypeVar("_Config", HeadConfig, RSAConfig)
 
@@ -381,7 +376,7 @@ def _check_fields(config: HeadConfig | RSAConfig) -> None:
         value = getattr(config, each.name)
         if each.name not in _RANGES or (value is None and each.default is None):
             continue
-        if each.name in _LISTS[type(config)] and isinstance(value, (list, tuple, range)):
+        if "tuple" in str(each.type) and isinstance(value, (list, tuple, range)):
             checked: Any = tuple(_check(each.name, entry) for entry in value)
         else:
             checked = _check(each.name, value)
