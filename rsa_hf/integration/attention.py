@@ -80,18 +80,23 @@ def _attention_with_rsa(
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
     causal = None if causal is None else bool(causal)
+
+    def attend(query: Tensor, value: Tensor) -> Any:
+        return base(module, query, key, value, attention_mask, *args, **keywords)
+
     if (calls := state.calls) is not None:
         # Zero queries weight all keys that they see equally.
-        seen = base(module, torch.zeros_like(query), key, marks_of(value), attention_mask, *args, **keywords)
+        seen = attend(torch.zeros_like(query), marks_of(value))
         calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
     foreign = foreign_part(base)
     if foreign is not None and (rsa := heads_of(module)) is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
-        call = (module, query, key, value, attention_mask, args, keywords)
-        require_trusted(base, foreign, implementation, planned, *call)
+        is_causal = bool(planned) and (attention_mask is None or attention_mask.dim() == 2)
+        in_cache = keywords.get("cache") is not None
+        require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
-    result = base(module, query, key, value, attention_mask, *args, **keywords)
+    result = attend(query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
+from torch.nn.utils.stateless import _reparametrize_module
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import heads_of, is_peft_wrapper
@@ -35,13 +35,18 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         **keywords: Any,
     ) -> Any:
         _require_heads_as_planned(self)
-        saved = _rsa_tensors(self, state_dict or {})  # before saving, which empties the state dict
+        # Averages, or gathered from other processes. Saving empties the state dict.
+        saved = {
+            name: state_dict[name]
+            for name, _ in self.named_parameters()
+            if state_dict is not None and name in state_dict and ".rsa." in name
+        }
         is_first = is_main_process and not (torch.distributed.is_initialized() and torch.distributed.get_rank())
         folders = [Path(save_directory)] if is_first else []
         with saved_with_plan(self, folders) if self._hf_peft_config_loaded else nullcontext():
             result = original(self, save_directory, is_main_process, state_dict, *args, **keywords)
         if is_first:
-            with _values_replaced(saved):
+            with _reparametrize_module(self, saved):
                 _update_card(self, save_directory, plot=False)
         return result
 
@@ -92,30 +97,6 @@ def _mismatched_modules(model: PreTrainedModel) -> list[str]:
         for specs in (found, planned)
     )
     return [name for name in {**expected, **of_files} if expected.get(name) != of_files.get(name)]
-
-
-def _rsa_tensors(model: PreTrainedModel, state: Mapping[str, Any]) -> list[tuple[RSAHeads, str, torch.Tensor]]:
-    """The RSA tensors in a state dict, each with its heads and the name of the parameter."""
-    return [
-        (module, key, tensor)
-        for name, module in model.named_modules()
-        if isinstance(module, RSAHeads)
-        for key, _ in module.named_parameters(recurse=False)
-        if isinstance(tensor := state.get(f"{name}.{key}"), torch.Tensor)
-    ]
-
-
-@contextmanager
-def _values_replaced(tensors: list[tuple[RSAHeads, str, torch.Tensor]]) -> Iterator[None]:
-    """Give heads the values that were saved (averages, or gathered from other processes) while the context is open."""
-    own = [heads._parameters[key] for heads, key, _ in tensors]
-    try:
-        for heads, key, tensor in tensors:
-            heads._parameters[key] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
-        yield
-    finally:
-        for (heads, key, _), parameter in zip(tensors, own, strict=True):
-            heads._parameters[key] = parameter
 
 
 def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:

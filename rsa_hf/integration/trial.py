@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,27 +86,21 @@ def looks_ahead(output: Tensor) -> bool:
 
 
 def require_trusted(
-    base: Callable[..., Any],
+    attend: Callable[[Tensor, Tensor], Any],
     foreign: Any,
     implementation: str,
-    causal: bool | None,
-    module: nn.Module,
     query: Tensor,
-    key: Tensor,
     value: Tensor,
-    mask: Any,
-    args: Sequence[Any],
-    keywords: Mapping[str, Any],
+    *,
+    is_causal: bool,
+    fills_cache: bool,
 ) -> None:
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
-    A function of another library may cut up the sequence or the heads, or lay out its output in another way. Q is
-    [B, H, T, D], K and V are [B, Hkv or Hv, S, D]; `foreign` is as `foreign_part` says, and `causal` None if the
-    direction is unknown.
-
-    Raises:
-        NotImplementedError: the function cannot be tried here.
-        ValueError: its output is not that of attention over the V that it was given.
+    A function of another library may cut up the sequence or the heads, or lay out its output in another way. `attend`
+    calls it on Q, [B, H, T, D], and V, [B, Hv, S, D]; `foreign` is as `foreign_part` says; `is_causal` is whether no
+    query may see later keys. A NotImplementedError: it cannot be tried here; a ValueError: its output is not that of
+    attention over the V that it was given.
     """
     if foreign in _trusted:
         return
@@ -116,7 +110,7 @@ def require_trusted(
     elif torch.compiler.is_compiling():
         problem = "it is tried before its output is trusted, so run the model once before it is compiled"
     else:
-        problem = "it fills a paged cache" if keywords.get("cache") is not None else ""
+        problem = "it fills a paged cache" if fills_cache else ""
     if problem:
         raise NotImplementedError(f"RSA does not work with {name}, which is not transformers' own: {problem}.")
     devices = [value.device] if value.device.type == "cuda" else []
@@ -125,18 +119,13 @@ def require_trusted(
         same = value[:, :, :1]
         spread = torch.arange(same.numel(), device=value.device) * 0.618034 % 1  # no two neighbours are alike
         same = (1 + spread).to(value.dtype).view(same.shape)
-        result = base(
-            module, torch.zeros_like(query), key, same.expand_as(value).contiguous(), mask, *args, **keywords
-        )
+        result = attend(torch.zeros_like(query), same.expand_as(value).contiguous())
         # A query that sees no key may be NaN.
         output = attention_output(result, implementation, query, value).nan_to_num()
         expected = same.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
         share = (output * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
         is_laid_out = torch.allclose(output, share * expected, rtol=0.02, atol=0.02)
-        crosses = False
-        if causal and (mask is None or mask.dim() == 2):
-            seen = base(module, torch.zeros_like(query), key, marks_of(value), mask, *args, **keywords)[0]
-            crosses = looks_ahead(seen)
+        crosses = is_causal and looks_ahead(attend(torch.zeros_like(query), marks_of(value))[0])
     if not is_laid_out or crosses:
         what = "sees keys after a query" if is_laid_out else "mixes up batch, positions, heads or channels"
         raise ValueError(

@@ -194,9 +194,7 @@ def _sample(matrix: Tensor) -> list[float]:
 
 def _plan_of_model(model: nn.Module) -> SavedPlan | None:
     """The plan that a model is patched with; None where it has no RSA heads, or no plan for them."""
-    if not isinstance(model, PreTrainedModel) or not any(isinstance(module, RSAHeads) for module in model.modules()):
-        return None
-    plans = saved_plans(model.config)
+    plans = saved_plans(model.config) if isinstance(model, PreTrainedModel) and any(rsa_modules(model)) else []
     return read_plan(plans[0]) if plans else None
 
 

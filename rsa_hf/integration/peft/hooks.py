@@ -118,8 +118,8 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         config = self.peft_config[adapter_name]
         require_fit(config, model)
         is_patched = any(rsa_modules(model))
-        if is_patched:
-            _guard_tuner(self)
+        if is_patched and not isinstance(self, _Tuner):
+            self.__class__ = _with_rsa(self.__class__)  # as torch's `fully_shard` does; PEFT's classes stay
         original(self, model, adapter_name, *args, **kwargs)
         if is_patched and not (has_rsa(config) or config.inference_mode):
             warnings.warn(
@@ -183,12 +183,6 @@ def _wrap_enable_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --- merging adapters -----------------------------------------------------------------------------------------------
-
-
-def _guard_tuner(tuner: Any) -> None:
-    """Give a tuner its class with `_Tuner` in front, as torch's `fully_shard` does. PEFT's classes stay."""
-    if not isinstance(tuner, _Tuner):
-        tuner.__class__ = _with_rsa(tuner.__class__)
 
 
 class _Tuner:
