@@ -14,14 +14,25 @@ namespace {
 
 using Index = std::int64_t;
 
-// Positions (keys or queries) of a tensor, [rows, heads, positions, channels]: strides in numbers, 1 for channels.
+// The positions (keys or queries) of one row and head of a tensor, from some channel on; null without a tensor.
+template <typename Number>
+struct Positions {
+  Number* first;
+  Index stride;
+
+  explicit operator bool() const { return first; }
+  Number* operator()(Index position) const { return first + position * stride; }
+};
+
+// A tensor [rows, heads, positions, channels]: strides in numbers, 1 for channels.
 struct Tensor {
   void* data;
   Index row, head, position;
 
   template <typename Number>
-  Number* at(Index b, Index h, Index channel) const {
-    return static_cast<Number*>(data) + b * row + h * head + channel;
+  Positions<Number> at(Index b, Index h, Index channel) const {
+    auto* numbers = static_cast<Number*>(data);
+    return {numbers ? numbers + b * row + h * head + channel : nullptr, position};
   }
 };
 
@@ -257,76 +268,69 @@ struct State {
   }
 };
 
+// Neighbouring channels of a head, on a walk.
+template <typename Number>
+struct Channels {
+  const Problem& p;
+  const Head& head;
+  bool is_backwards;
+  Index first, count;
+  Number rest = 1 - Number(head.gate.value);
+
+  template <typename Any>
+  Positions<Any> of(const Tensor& layer) const {
+    return layer.at<Any>(head.row, head.index, first);
+  }
+
+  template <typename Any>
+  Positions<Any> of_value_head(const Tensor& values) const {
+    return values.at<Any>(head.row, head.index / p.num_key_value_groups, first);
+  }
+
+  Lanes<Number> load(const Number* from) const { return Lanes<Number>::load(from, count); }
+};
+
 // A sweep says what to do at each key, for some channels of a head: `visit(key, state)`, then the state takes up the
-// channels at `read(key)`, or nothing where that is null. One with derivatives has `visit_lag(key, k, x)` for the free lag
-// k, which begin at 0, and the channels x there; for others they are part of the state. `finish()` ends a run of keys.
+// channels at `read(key)`, or nothing where that is null. One with derivatives has `visit_lag(key, k, x)` for the free
+// lag k, which begin at 0, and the channels x there, and `finish()` for the end of a run of keys; for others free lags
+// are part of the state.
 
 template <typename Number>
 struct ForwardSweep {
   static constexpr bool HAS_DERIVATIVE = false;
-  const Problem& p;
-  const Head& head;
-  bool is_second;
-  Index channels;
-  const Number *value, *attention;
-  Number* output;
-  Number rest = 1 - Number(head.gate.value);
+  const Channels<Number> c;
+  Positions<const Number> value = c.template of_value_head<const Number>(c.p.value);
+  Positions<const Number> attention = c.template of<const Number>(c.p.attention);
+  Positions<Number> output = c.template of<Number>(c.p.output);
 
-  ForwardSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
-      : p(p),
-        head(head),
-        is_second(is_backwards),
-        channels(channels),
-        value(p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, channel)),
-        attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
-        output(p.output.at<Number>(head.row, head.index, channel)) {}
+  const Number* read(Index key) const { return c.head.is_seen(key) ? value(key) : nullptr; }
 
-  const Number* read(Index key) const { return head.is_seen(key) ? value + key * p.value.position : nullptr; }
-
-  void visit(Index key, const State<Number>& state) {
-    if (!p.is_query(key)) return;
-    const Index query = key - p.query_offset;
-    Number* to = output + query * p.output.position;
+  void visit(Index key, const State<Number>& state) const {
+    if (!c.p.is_query(key)) return;
+    const Index query = key - c.p.query_offset;
     Lanes<Number> y = state.real;
-    if (is_second) y = y + Lanes<Number>::load(to, channels);
-    else if (attention) y = y + rest * Lanes<Number>::load(attention + query * p.attention.position, channels);
-    y.store(to, channels);
+    if (c.is_backwards) y = y + c.load(output(query));
+    else if (attention) y = y + c.rest * c.load(attention(query));
+    y.store(output(query), c.count);
   }
-
-  void finish() {}
 };
 
 // Pᵀ dY is the walk over dY in the other direction.
 template <typename Number>
 struct ValueSweep {
   static constexpr bool HAS_DERIVATIVE = false;
-  const Problem& p;
-  const Head& head;
-  bool adds;
-  Index channels;
-  const Number* grad;
-  Number* dvalue;
+  const Channels<Number> c;
+  bool adds = c.head.shares_value || !c.is_backwards;
+  Positions<const Number> grad = c.template of<const Number>(c.p.grad);
+  Positions<Number> dvalue = c.template of_value_head<Number>(c.p.dvalue);
 
-  ValueSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels)
-      : p(p),
-        head(head),
-        adds(head.shares_value || !is_backwards),
-        channels(channels),
-        grad(p.grad.at<const Number>(head.row, head.index, channel)),
-        dvalue(p.dvalue.at<Number>(head.row, head.index / p.num_key_value_groups, channel)) {}
-
-  const Number* read(Index key) const {
-    return p.is_query(key) ? grad + (key - p.query_offset) * p.grad.position : nullptr;
-  }
+  const Number* read(Index key) const { return c.p.is_query(key) ? grad(key - c.p.query_offset) : nullptr; }
 
   void visit(Index key, const State<Number>& state) const {
-    Number* to = dvalue + key * p.dvalue.position;
-    Lanes<Number> dv = adds ? Lanes<Number>::load(to, channels) : Lanes<Number>{};
-    if (head.is_seen(key)) dv = dv + state.real;
-    dv.store(to, channels);
+    Lanes<Number> dv = adds ? c.load(dvalue(key)) : Lanes<Number>{};
+    if (c.head.is_seen(key)) dv = dv + state.real;
+    dv.store(dvalue(key), c.count);
   }
-
-  void finish() {}
 };
 
 // What the walks of a head add up to.
@@ -346,48 +350,34 @@ struct Sums {
 template <typename Number>
 struct OtherSweep {
   static constexpr bool HAS_DERIVATIVE = true;
-  const Problem& p;
-  const Head& head;
-  bool is_second;
-  Index channels;
-  const Number *value, *grad, *attention;
-  Number* dattention;
+  const Channels<Number> c;
   Sums& sums;
-  Number rest = 1 - Number(head.gate.value);
-  State<Number> added;
-  Lanes<Number> attended;
+  Positions<const Number> value = c.template of_value_head<const Number>(c.p.value);
+  Positions<const Number> grad = c.template of<const Number>(c.p.grad);
+  Positions<const Number> attention = c.template of<const Number>(c.p.attention);
+  Positions<Number> dattention = c.template of<Number>(c.p.dattention);
+  State<Number> added{};
+  Lanes<Number> attended{};
 
-  OtherSweep(const Problem& p, const Head& head, bool is_backwards, Index channel, Index channels, Sums& sums)
-      : p(p),
-        head(head),
-        is_second(is_backwards),
-        channels(channels),
-        value(p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, channel)),
-        grad(p.grad.at<const Number>(head.row, head.index, channel)),
-        attention(p.attention.data ? p.attention.at<const Number>(head.row, head.index, channel) : nullptr),
-        dattention(p.attention.data ? p.dattention.at<Number>(head.row, head.index, channel) : nullptr),
-        sums(sums) {}
-
-  const Number* read(Index key) const { return head.is_seen(key) ? value + key * p.value.position : nullptr; }
+  const Number* read(Index key) const { return c.head.is_seen(key) ? value(key) : nullptr; }
 
   void visit(Index key, const State<Number>& state) {
-    if (!p.is_query(key)) return;
-    const Index query = key - p.query_offset;
-    const auto dy = Lanes<Number>::load(grad + query * p.grad.position, channels);
+    if (!c.p.is_query(key)) return;
+    const Index query = key - c.p.query_offset;
+    const auto dy = c.load(grad(query));
     added.real = added.real + dy * state.real;
     added.dreal = added.dreal + dy * state.dreal;
-    if (!head.is_real) {
+    if (!c.head.is_real) {
       added.imaginary = added.imaginary + dy * state.imaginary;
       added.dimaginary = added.dimaginary + dy * state.dimaginary;
     }
-    if (!attention || is_second) return;
-    attended = attended + dy * Lanes<Number>::load(attention + query * p.attention.position, channels);
-    (rest * dy).store(dattention + query * p.dattention.position, channels);
+    if (!attention || c.is_backwards) return;
+    attended = attended + dy * c.load(attention(query));
+    (c.rest * dy).store(dattention(query), c.count);
   }
 
   void visit_lag(Index key, Index k, const Lanes<Number>& x) {
-    if (!p.is_query(key)) return;
-    sums.lags[k] += (Lanes<Number>::load(grad + (key - p.query_offset) * p.grad.position, channels) * x).sum();
+    if (c.p.is_query(key)) sums.lags[k] += (c.load(grad(key - c.p.query_offset)) * x).sum();
   }
 
   void finish() {
@@ -426,29 +416,31 @@ class Walk {
 
   template <template <typename> class Sweep, typename... More>
   void run(Index first, More&... more) {
-    if (head.is_real) run_channels<Sweep<Number>, true>(first, more...);
-    else run_channels<Sweep<Number>, false>(first, more...);
+    if (head.free_lags) run_channels<Sweep<Number>, false, true>(first, more...);
+    else if (head.is_real) run_channels<Sweep<Number>, true, false>(first, more...);
+    else run_channels<Sweep<Number>, false, false>(first, more...);
   }
 
   const Head head;
 
  private:
-  template <typename Sweep, bool is_real, typename... More>
+  template <typename Sweep, bool is_real, bool has_free_lags, typename... More>
   void run_channels(Index first, More&... more) {
     const Index end = std::min(first + KEYS, p.keys);
     for (Index start = first; start < std::min(first + head.dilation, end); start++) {
       for (Index group = 0; group < groups; group++) {
         const Index channel = group * Lanes<Number>::COUNT;
-        const Index channels = std::min(p.channels - channel, Lanes<Number>::COUNT);
+        const Index count = std::min(p.channels - channel, Lanes<Number>::COUNT);
         const Index which = start % head.dilation * groups + group;
         State<Number>* suffix = suffixes.data() + which * head.window;
-        run_keys<is_real>(start, end, states[which], suffix, Sweep(p, head, is_backwards, channel, channels, more...));
+        const Channels<Number> channels{p, head, is_backwards, channel, count};
+        run_keys<is_real, has_free_lags>(start, end, states[which], suffix, Sweep{channels, more...});
       }
     }
   }
 
   // Keys that are `dilation` apart share a state.
-  template <bool is_real, typename Sweep>
+  template <bool is_real, bool has_free_lags, typename Sweep>
   void run_keys(Index start, Index end, State<Number>& kept, State<Number>* suffix, Sweep sweep) const {
     State<Number> state = kept;
     Index steps = 0;
@@ -462,15 +454,22 @@ class Walk {
           read_suffix<is_real>(i, suffix, sweep);
         }
         const Index last = i - (k + 1) * head.dilation;
-        sweep.visit(key, with_free_lags(i, last >= 0 && is_one_document(i, last) ? state + suffix[k] : state, sweep));
-      } else sweep.visit(key, with_free_lags(i, state, sweep));
+        visit<has_free_lags>(i, last >= 0 && is_one_document(i, last) ? state + suffix[k] : state, sweep);
+      } else visit<has_free_lags>(i, state, sweep);
       const Number* x = sweep.read(key);
-      const auto loaded = x ? Lanes<Number>::load(x, sweep.channels) : Lanes<Number>{};
+      const auto loaded = x ? sweep.c.load(x) : Lanes<Number>{};
       state.template step<is_real, Sweep::HAS_DERIVATIVE>(z, amplitude, loaded);
     }
-    sweep.finish();
+    if constexpr (Sweep::HAS_DERIVATIVE) sweep.finish();
     state.correct(std::complex<Number>(double(steps) * lost));
     kept = state;
+  }
+
+  // Known to the compiler: copying the state, as free lags need, takes longer than all else of a step.
+  template <bool has_free_lags, typename Sweep>
+  void visit(Index i, const State<Number>& state, Sweep& sweep) const {
+    if constexpr (has_free_lags) sweep.visit(key_of(i), with_free_lags(i, state, sweep));
+    else sweep.visit(key_of(i), state);
   }
 
   template <typename Sweep>
@@ -480,9 +479,8 @@ class Walk {
       if (before < 0 || !is_one_document(i, before)) break;
       const Number* x = sweep.read(key_of(before));
       if (!x) continue;
-      const auto loaded = Lanes<Number>::load(x, sweep.channels);
-      if constexpr (Sweep::HAS_DERIVATIVE) sweep.visit_lag(key_of(i), k, loaded);
-      else state.real = state.real + added[k] * loaded;
+      if constexpr (Sweep::HAS_DERIVATIVE) sweep.visit_lag(key_of(i), k, sweep.c.load(x));
+      else state.real = state.real + added[k] * sweep.c.load(x);
     }
     return state;
   }
@@ -499,7 +497,7 @@ class Walk {
       const Number* x = sweep.read(key_of(before));
       if (x && is_one_document(before, last))
         sum.template add<is_real, Sweep::HAS_DERIVATIVE>(
-            written[w - 1 - k], slopes[w - 1 - k], Lanes<Number>::load(x, sweep.channels));
+            written[w - 1 - k], slopes[w - 1 - k], sweep.c.load(x));
     }
   }
 
@@ -591,7 +589,8 @@ template <typename Number, Index GROUPS>
 void query_channels(const Problem& p, const Head& head, const std::vector<Number>& weights, Index query, Index first,
                     Index channels) {
   const Index position = p.query_offset + query;
-  const auto* value = p.value.at<const Number>(head.row, head.index / p.num_key_value_groups, first);
+  const Channels<Number> c{p, head, false, first, channels};
+  const auto value = c.template of_value_head<const Number>(p.value);
   static constexpr Index WIDTH = Lanes<Number>::COUNT;
   const auto width = [channels](Index i) { return std::min(channels - i * WIDTH, Index(WIDTH)); };
   Lanes<Number> y[GROUPS];
@@ -603,15 +602,14 @@ void query_channels(const Problem& p, const Head& head, const std::vector<Number
     for (Index k = farthest; k > 0; k--) {
       const Index key = position + side * k * head.dilation;
       if (!head.is_seen(key) || (head.documents && head.documents[key] != head.documents[position])) continue;
-      const auto* x = value + key * p.value.position;
+      const Number* x = value(key);
       for (Index i = 0; i < GROUPS; i++) y[i] = y[i] + weights[k - 1] * Lanes<Number>::load(x + i * WIDTH, width(i));
     }
   }
-  const Number rest = 1 - Number(head.gate.value);
-  const auto* attention = p.attention.at<const Number>(head.row, head.index, first) + query * p.attention.position;
-  auto* output = p.output.at<Number>(head.row, head.index, first) + query * p.output.position;
+  const auto attention = c.template of<const Number>(p.attention);
+  Number* output = c.template of<Number>(p.output)(query);
   for (Index i = 0; i < GROUPS; i++) {
-    if (p.attention.data) y[i] = rest * Lanes<Number>::load(attention + i * WIDTH, width(i)) + y[i];
+    if (attention) y[i] = c.rest * Lanes<Number>::load(attention(query) + i * WIDTH, width(i)) + y[i];
     y[i].store(output + i * WIDTH, width(i));
   }
 }
