@@ -352,10 +352,7 @@ CHECKS = {check.__name__.removeprefix("check_"): check for check in (*OF_BITS, *
 def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
     """Run all checks on a model; yield for each "ok", "FAIL" or "note" (it does not apply), its name, and a line.
 
-    A plain model gets RSA heads. Afterwards the model is float32.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the model takes no text, or `patch_model` refuses it.
+    A plain model gets RSA heads; afterwards the model is float32. One that takes no text is a ValueError.
     """
     model.eval()
     inputs = _random_inputs(model)

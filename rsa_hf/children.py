@@ -61,8 +61,7 @@ def _active_copy(wrapper: Any) -> RSAHeads:
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
     """Put an `rsa` child on each attention module that has none, and return the new children.
 
-    Raises:
-        ValueError: a module has another attribute of that name; nothing is attached then.
+    Nothing is attached, with a ValueError, if a module has another attribute of that name.
     """
     for module, _ in layers:
         if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):

@@ -52,11 +52,7 @@ def _about(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 2 after a user's mistake, or the command's own code.
-
-    Args:
-        arguments: the arguments after `rsa-hf`; None: those of the process.
-    """
+    """Run a command, by default the process's own, and exit: 0, 2 after a user's mistake, or its own code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack σ or θ
     with exit_on_error():

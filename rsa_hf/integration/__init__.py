@@ -27,11 +27,7 @@ def require_transformers() -> None:
 
 @functools.cache
 def install() -> None:
-    """Install the hooks of hook_table.py, once in a process.
-
-    Raises:
-        ImportError: transformers is outside the supported range, or something that rsa_hf needs is not there.
-    """
+    """Install the hooks of hook_table.py, once in a process; an ImportError if they do not fit transformers."""
     require_transformers()
     # Imported here: a version outside the range may lack what these modules import.
     try:

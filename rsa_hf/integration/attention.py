@@ -129,11 +129,7 @@ def architecture_of(module: nn.Module) -> Architecture | None:
 
 
 def connect(model: nn.Module) -> None:
-    """Wrap the classes of a model's attention modules that have a row in the table, once in a process.
-
-    Raises:
-        RuntimeError: a class is not as expected.
-    """
+    """Wrap the classes of a model's attention modules that have a row in the table, once in a process."""
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # of the innermost one
     for module in model.modules():
@@ -149,7 +145,10 @@ def connect(model: nn.Module) -> None:
 
 
 def wrap_class(path: str, name: str) -> Architecture:
-    """Wrap the method of one class in the table, unless it is wrapped already, and return its row."""
+    """Wrap the method of one class in the table, unless it is wrapped already, and return its row.
+
+    A class that is not as expected is a RuntimeError.
+    """
     row, cls = _BY_CLASS[path, name], getattr(importlib.import_module(path), name)
     original = vars(cls).get(row.method)
     if hasattr(original, "_rsa_hf_architecture"):
@@ -209,11 +208,8 @@ def mix_recurrence(
     V, [B, Hv, S, D], includes cached positions or memories. The plan's direction goes before that of the call,
     `causal`. A mask says which keys are seen, as in `read_attention_mask`, with a window, or the keywords of a call of
     flash attention, where no mask does. `positions`, [B or 1, T], are those of the queries in their texts, if the
-    cache keeps all keys.
-
-    Raises:
-        ValueError: neither the plan nor the call says whether attention is causal, the layer has other heads than
-            when it was patched, or the cache has lost keys.
+    cache keeps all keys. A ValueError: nothing says whether attention is causal, the layer has other heads than when
+    it was patched, or the cache has lost keys.
     """
     rsa = heads_of(module)
     if rsa is None:

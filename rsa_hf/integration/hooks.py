@@ -44,11 +44,8 @@ def is_installed(hook: Hook) -> bool:
 def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
     """Install the hooks that are not in place yet: all essential ones or, if one of those does not fit, none at all.
 
-    A hook that is not essential and does not fit is left out, with a warning. `supported` is a sentence for messages:
-    which versions of the library are supported.
-
-    Raises:
-        ImportError: the function of an essential hook is missing, or lacks a parameter.
+    A hook does not fit where its function is missing, or lacks a parameter: an essential one is then an ImportError,
+    another is left out, with a warning. `supported` is a sentence for messages: which versions are supported.
     """
     replacements = []
     for hook in hooks:

@@ -84,12 +84,7 @@ def _path(problem: Problem) -> str:
 
 
 def choose_backend(problem: Problem) -> str:
-    """One of BACKENDS: what RSA_HF_BACKEND says, else by device as above.
-
-    Raises:
-        ValueError: RSA_HF_BACKEND is none of BACKENDS.
-        RuntimeError: RSA_HF_BACKEND is cpp or triton, which cannot run here.
-    """
+    """One of BACKENDS: what RSA_HF_BACKEND says, an error if that cannot run here; else by device as above."""
     chosen = REQUESTED
     if chosen and chosen not in BACKENDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")

@@ -27,11 +27,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Read a text of YAML or JSON that holds plain values only.
-
-    Raises:
-        ValueError: it is not valid, or asks for other than plain values.
-    """
+    """Read YAML or JSON; a ValueError if it is not valid, or asks for other than plain values."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
