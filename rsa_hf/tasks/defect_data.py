@@ -13,7 +13,6 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal
 
-from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
@@ -144,7 +143,7 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         splits[split] = subsample(examples, getattr(config, setting), config.sample_seed)
         if len(splits[split]) < len(examples):
             used = f"{len(splits[split]):,} of {len(examples):,} functions are used ({setting})"
-            PartialState().print(f"{split}: {used}", file=sys.stderr)
+            print(f"{split}: {used}", file=sys.stderr)
     return splits
 
 
@@ -186,18 +185,20 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         word = str(value) if config.label_values else str(value).lower()
         if word not in (*clean, *defective):
             allowed = " or ".join(config.label_values or ("0", "1"))
-            raise ValueError(f"{name}={brief(value)} is no label, which is {allowed}; label_values names other words")
+            raise ValueError(f"{name} must be {allowed}, got {brief(value)}; label_values sets other labels")
         return int(word in defective)
 
     def text_of(row: Mapping[str, Any], name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{name}={brief(value)} is no text of a function")
+            raise ValueError(f"{name} must be the text of a function, got {brief(value)}")
         value.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
         return value
 
     def read(row: Any) -> list[Example]:
-        if not isinstance(row, Mapping) or None in row:
-            raise ValueError(f"{brief(row)} has no fields with names, or more of them than the table has columns")
+        if not isinstance(row, Mapping):
+            raise ValueError(f"a row must have named fields, got {brief(row)}")
+        if None in row:  # so csv.DictReader calls what is left over
+            raise ValueError(f"more fields than the header has columns: {brief(row[None])}")
         func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
         numbers = (row[name] for name in NUMBER_COLUMNS if isinstance(row.get(name), int))
         time = None if config.time_column_name is None else _first_of((config.time_column_name,), row)[1]
@@ -222,7 +223,7 @@ def _first_of(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, Any]:
     for name in names:
         if name in row:
             return name, row[name]
-    raise ValueError(f"no column {' or '.join(map(repr, names))}, but {brief(list(row))}")
+    raise ValueError(f"there is no column {' or '.join(map(repr, names))} among {brief(list(row))}")
 
 
 def _paired(examples: Sequence[Example]) -> list[Example]:

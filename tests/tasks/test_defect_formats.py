@@ -87,10 +87,10 @@ def test_labels_in_words_are_named(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text("code,label\na,vulnerable\nb,safe\n")
     assert [e.target for e in read(path, label_values=["safe", "vulnerable"])] == [1, 0]
-    with pytest.raises(ValueError, match="line 2: label='vulnerable' is no label, which is 0 or 1; label_values"):
+    with pytest.raises(ValueError, match="line 2: label must be 0 or 1, got 'vulnerable'; label_values"):
         read(path)
     path.write_text("code,label\na,vulnerable\nb,safe\nc,unknown\n")
-    with pytest.raises(ValueError, match="line 4: label='unknown' is no label, which is safe or vulnerable"):
+    with pytest.raises(ValueError, match="line 4: label must be safe or vulnerable, got 'unknown'"):
         read(path, label_values=["safe", "vulnerable"])
 
 
@@ -116,16 +116,16 @@ def test_corrected_functions_and_neighbouring_rows_are_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"code,label\na,0\n", "no column 'body', but \\['code', 'label'\\]"),
-        (b"body,target\na,0\nb,2\n", "line 3: target='2' is no label"),
-        (b"body,target\na,0\nb,\n", "line 3: target='' is no label"),
-        (b"body,target\na,0\n ,1\n", "line 3: body=' ' is no text"),
-        (b"body,target\na,0\nb, c,1\n", "line 3: .* more of them than the table has columns"),
+        (b"code,label\na,0\n", "no column 'body' among \\['code', 'label'\\]"),
+        (b"body,target\na,0\nb,2\n", "line 3: target must be 0 or 1, got '2'"),
+        (b"body,target\na,0\nb,\n", "line 3: target must be 0 or 1, got ''"),
+        (b"body,target\na,0\n ,1\n", "line 3: body must be the text of a function, got ' '"),
+        (b"body,target\na,0\nb, c,1\n", "line 3: more fields than the header has columns"),
         (b'body,target\n"a,0\nb,1\n', "unexpected end of data"),
         (b"body,target\n\xff,0\n", "can't decode byte 0xff in position"),
         (b'[{"body": "a", "target": 0}', "delimiter"),
-        (b'[{"body": "a", "target": 0}, 3]', "entry 2: 3 has no fields"),
-        (b'[{"body": "a", "target": NaN}]', "entry 1: target=nan is no label"),
+        (b'[{"body": "a", "target": 0}, 3]', "entry 2: a row must have named fields, got 3"),
+        (b'[{"body": "a", "target": NaN}]', "entry 1: target must be 0 or 1, got nan"),
         (b"PAR1 and nothing else", "Parquet|parquet"),
         (b"PK\x03\x04...", "archive"),
     ],
