@@ -1,11 +1,11 @@
-"""The choice of `defaults` against the plain model and a convolution, on what it has not seen.
+"""The choice of `defaults` against the plain model and a convolution, on held-out seeds, sizes and texts.
 
 The protocol was written before the runs:
 
 1. *Cases*, below: byte models of 1M for 400 steps, which is 1.6 bytes a parameter, and Transformer-XL for 2,000.
 2. *Seeds* are others than those of `defaults`. Learning rates are searched for each variant with the first one, by the
    validation text, until the best has been tried from both sides; the others run at that rate.
-3. *Scores* are of a test text, which no choice has seen.
+3. *Scores* are of a test text, which no choice depends on.
 4. The claim holds if RSA is significantly better than the plain model in every case, and better than the convolution
    in the mean over the seeds. RSA has three numbers a head, the convolution four, and both a gate a layer.
 """

@@ -195,8 +195,9 @@ class RSAConfig:
     def from_scratch(cls, num_heads: int) -> RSAConfig:
         """The config for a model that is trained from random weights, with `num_heads` attention heads in each layer.
 
-        All heads are RSA heads in cyclical pairs, an odd one regular. Gates start at σ(1), ν at 0, a memory of few
-        tokens, and θ is spread over (0, π). `python -m experiments defaults` compares starts.
+        All heads are RSA heads in cyclical pairs, an odd one regular, with the first two lags free. Gates start at
+        σ(1), ν at 0, a memory of few tokens, and θ is spread over (0, π). Gates and rates learn at the pace of the
+        weights. It was chosen by a rule among other starts, forms and paces: `python -m experiments defaults`.
         """
         _check("num_heads", num_heads)
         return cls(
@@ -205,6 +206,8 @@ class RSAConfig:
             gate_init=1.0,
             nu_init=0.0,
             theta_init=(0.0, math.pi),
+            num_free_lags=2,
+            parameter_scale=1.0,
         )
 
     @classmethod
