@@ -572,13 +572,18 @@ void add_gradients(const Problem& p, const std::vector<Sums>& of_rows) {
 template <typename Number>
 std::vector<Number> weights_of_steps(const Head& head, Index longest) {
   std::vector<Number> weights;
-  const double rho = std::abs(head.z);
-  std::complex<double> power = head.unit;
+  weights.reserve(std::min(longest, Index(256)));
+  const double rho = std::abs(head.z), x = head.z.real(), y = head.z.imag();
+  double size = 1, real = head.unit.real(), imaginary = head.unit.imag();
   for (Index k = 0; k < longest; k++) {
-    if (k >= head.free_lags && std::abs(power) <= NEGLIGIBLE * (1 - rho)) break;
-    power *= head.z;
+    if (k >= head.free_lags && size <= NEGLIGIBLE * (1 - rho)) break;
+    // Written out, because the product of std::complex looks for NaN.
+    const double turned = real * x - imaginary * y;
+    imaginary = real * y + imaginary * x;
+    real = turned;
+    size *= rho;
     const double added = k < head.free_lags ? head.added[k] : 0;
-    weights.push_back(Number(head.gate.value * (power.real() + added)));
+    weights.push_back(Number(head.gate.value * (real + added)));
   }
   return weights;
 }
