@@ -20,6 +20,8 @@ from pyarrow import ArrowInvalid
 from pyarrow.parquet import ParquetFile
 from transformers.hf_argparser import HfArg
 
+from rsa_hf.utils.text import brief
+
 SPLITS = ("train", "validation", "test")
 MOST_NAMED = 10  # bad rows in one message
 
@@ -126,9 +128,12 @@ def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
 def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than some functions have
     with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text, strict=True)
+        reader, row = csv.DictReader(text, strict=True), None
         for row in reader:
             yield f"{path}, line {reader.line_num}", row
+        if row is None:
+            header = brief(reader.fieldnames)
+            raise ValueError(f"{path} is not JSON, and as CSV it has no rows, but a header alone: {header}.")
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:

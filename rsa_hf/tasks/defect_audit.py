@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from rsa_hf.tasks.defect_data import conflicting, digest_of, identity, subsample
 from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.python_defects import Example
-from rsa_hf.utils.text import format_table
+from rsa_hf.utils.text import format_table, percent
 
 # Of Python, C, C++ and Java. Other words are identifiers.
 _KEYWORDS = frozenset(keyword.kwlist) | frozenset(
@@ -103,7 +103,7 @@ def format_audit(report: Mapping[str, Any]) -> str:
     cut = [f"longer than {report['max_length']} tokens", "tokens cut"] if "max_length" in report else []
     rows = [["split", "functions", "defective", "share", "duplicates", "clones", "both labels", *cut]]
     for split, numbers in report["splits"].items():
-        cells = (f"{value:.2%}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
+        cells = (percent(value) if isinstance(value, float) else f"{value:,}" for value in numbers.values())
         rows.append([split, *cells])
     lines = [format_table(rows)]
     for name in ("duplicates", "clones", "projects"):
@@ -115,7 +115,7 @@ def format_audit(report: Mapping[str, Any]) -> str:
         lines.append(f"splits that were not given were made by {report['split_by']}")
     for split, scores in report.get("word_counts", {}).items():
         shown = ("accuracy", "f1", "mcc", "average_precision", "vd_score", "majority_accuracy")
-        figures = ", ".join(f"{name} {scores[name]:.2%}" for name in shown)
+        figures = ", ".join(f"{name} {percent(scores[name])}" for name in shown)
         lines.append(f"counts of words on {split}: {figures}")
     return "\n".join(lines)
 

@@ -51,7 +51,7 @@ from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import expanded, locate
-from rsa_hf.utils.text import finite_or_null
+from rsa_hf.utils.text import finite_or_null, percent
 
 LABELS = {0: "clean", 1: "defective"}
 SAVED = "defect_detection"  # entry of the model's config
@@ -203,14 +203,14 @@ def _table(
         ):
             cells = [of[f"{key}{at}"] for key in of_classes.values()] + [of[key] for key in of_scores.values()]
             threshold = f"{of['threshold']:.4g}" if at else "0.5"
-            table.append([row, split, threshold, *(f"{cell:.2%}" for cell in cells)])
+            table.append([row, split, threshold, *map(percent, cells)])
     return table
 
 
 def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequence[float]]) -> list[str]:
     """What belongs to the rows of a split in the table, in lines."""
     shown = ("accuracy", "f1", "average_precision", "vd_score")
-    ranges = ", ".join(f"{name} {low:.2%} … {high:.2%}" for name in shown for low, high in [intervals[name]])
+    ranges = ", ".join(f"{name} {percent(low)} … {percent(high)}" for name in shown for low, high in [intervals[name]])
     size, share = scores["num_examples"], scores["positive_share"]
     notes = [f"{split}: {size:,} functions, {share:.2%} of them defective; 95 % intervals at 0.5: {ranges}"]
     if split == "validation":

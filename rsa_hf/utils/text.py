@@ -35,6 +35,11 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def percent(share: float) -> str:
+    """A share for a table, such as `12.50%`; a dash where it is not defined."""
+    return "–" if math.isnan(share) else f"{share:.2%}"
+
+
 def finite_or_null(value: Any) -> Any:
     """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
     if isinstance(value, dict):

@@ -127,6 +127,7 @@ def test_corrected_functions_and_neighbouring_rows_are_pairs(tmp_path):
         (b'[{"body": "a", "target": 0}, 3]', "entry 2: a row must have named fields, got 3"),
         (b'[{"body": "a", "target": NaN}]', "entry 1: target must be 0 or 1, got nan"),
         (b"PAR1 and nothing else", "Parquet|parquet"),
+        (b"hello\n", "not JSON, and as CSV it has no rows"),
         (b"PK\x03\x04...", "archive"),
     ],
 )
