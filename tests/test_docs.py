@@ -104,7 +104,7 @@ def check_calibrate(names, folder):
 
 
 def check_training(names, folder):
-    assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2 / 20}  # stored as value / 20
+    assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2}
     assert not is_patched(names["model_init"](None))
 
 
