@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -20,15 +20,13 @@ from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.python_defects import Example
 from rsa_hf.utils.text import format_table, percent
 
-# Of Python, C, C++ and Java. Other words are identifiers.
-_KEYWORDS = frozenset(keyword.kwlist) | frozenset(
-    re.findall(
-        r"\w+",
-        "auto bool case catch char const default delete do double enum extern float goto inline int long namespace "
-        "new NULL nullptr operator private protected public register restrict short signed sizeof static struct "
-        "switch template this throw typedef typename union unsigned using virtual void volatile true false self",
-    )
+# Of C, C++ and Java. Words that are neither these nor Python's are identifiers.
+_OTHER_KEYWORDS = (
+    "auto bool case catch char const default delete do double enum extern float goto inline int long namespace new "
+    "NULL nullptr operator private protected public register restrict short signed sizeof static struct switch "
+    "template this throw typedef typename union unsigned using virtual void volatile true false self"
 )
+_KEYWORDS = frozenset([*keyword.kwlist, *_OTHER_KEYWORDS.split()])
 _STRING = r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
 _COMMENTS = re.compile(_STRING + r"|/\*.*?\*/|//[^\n]*", re.DOTALL)
 _PYTHON_COMMENTS = re.compile(_STRING + r"|#[^\n]*")
@@ -90,8 +88,8 @@ def audit(
 def clone_group(func: str) -> bytes:
     """What functions share that are equal up to whitespace, comments and identifiers: a digest."""
     comments = _PYTHON_COMMENTS if _PYTHON.match(func) else _COMMENTS
-    named: Callable[[re.Match[str]], str] = lambda word: word[0] if word[0] in _KEYWORDS else "x"  # noqa: E731
-    return digest_of("".join(_WORDS.sub(named, comments.sub(r"\1", func)).split()))
+    text = _WORDS.sub(lambda word: word[0] if word[0] in _KEYWORDS else "x", comments.sub(r"\1", func))
+    return digest_of("".join(text.split()))
 
 
 def format_audit(report: Mapping[str, Any]) -> str:
