@@ -12,6 +12,7 @@ from typing import Annotated
 import transformers
 import typer
 
+from experiments.evidence import write_evidence
 from experiments.pages import PAGES
 from experiments.runner.experiment import EXPERIMENTS, RequestError, Size, find_experiment
 from experiments.runner.files import MissingDataError
@@ -35,10 +36,10 @@ def run(
 ) -> None:
     """Run an experiment of the paper and write its table, figure and verdict. An interrupted one continues.
 
-    `list` shows the names, `all` runs every experiment of the report, `report` only writes tables and RESULTS.md again
-    from the stored runs. Data is read from the folder in the environment variable RSA_HF_DATA.
+    `list` shows the names, `all` runs every experiment of the report, `report` only writes tables, RESULTS.md and the
+    table of README again from the stored runs. Data is read from the folder in the environment variable RSA_HF_DATA.
 
-    Example: python -m experiments linear-rnn --quick
+    Example: python -m experiments language-model --quick
     """
     transformers.logging.disable_progress_bar()
     size: Size = "full" if full else "quick"
@@ -51,6 +52,7 @@ def run(
         return
     if name == "report":
         rebuild_results(out)
+        write_evidence(out)
         print(f"written: {write_report(out)}")
         return
     missing, parts, jobs = [], _parts(only or []), jobs or default_jobs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +86,13 @@ def build(family: str, shape: Shape) -> PreTrainedModel:
 def bits_per_byte(model: Any, text: Any, rows: int = 32) -> float:
     """The score of a model on a text, `rows` blocks in a batch."""
     return evaluate_language_model(model, text, rows)["bits_per_byte"]
+
+
+def bits_by_part(model: Any, text: Any, parts: int = 20) -> list[float]:
+    """The same of consecutive parts of a text of bytes, or of characters, which are equally long."""
+    size = len(text.token_ids) // parts
+    pieces = text.token_ids[: parts * size].split(size)
+    return [bits_per_byte(model, replace(text, token_ids=piece, num_bytes=size - 1)) for piece in pieces]
 
 
 def train_on_bytes(

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, RobertaConfig, 
 
 from experiments.byte_models import Curve
 from experiments.corpora import read_devign
-from experiments.runner.comparison import Comparison, all_measured, compared, difference
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Comparison, all_measured, compare_variants, compared, difference
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.files import cached, data_file
 from experiments.runner.fit import adamw_with_linear_decay, default_device, evaluation_steps, fit, shuffled_rows
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values
@@ -237,7 +237,8 @@ def _finding(rows: Rows, ratio: Row) -> str:
     return f"{ratio.settings['arm']}: {share} of the tokens of plain; {over.text('+.4f')} {LOSS} over plain"
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="code-encoder",
     claim="A bidirectional encoder of code with learned positions reaches the masked-language-modelling loss of the "
     "same encoder without RSA heads with fewer tokens.",
@@ -248,7 +249,6 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
+    search_by=None,
     parts=("arm",),
 )

@@ -35,8 +35,8 @@ from experiments import byte_models, language_model, recall
 from experiments.byte_models import SHAPES, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.forms import FORMS, FormHeads
-from experiments.runner.comparison import Comparison, all_measured, difference
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Settings, Values
 from experiments.variants import CONVOLUTION, patched_modules
@@ -200,7 +200,8 @@ def conclude(rows: Rows) -> Conclusion:
     return Conclusion("confirmed" if is_best else "not confirmed", f"chosen: {chosen}", sentence, findings)
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="defaults",
     claim="Some RSA heads are nowhere worse than the plain model, and have a better mean rank over the tasks than a "
     "convolution over four tokens in their place.",
@@ -212,8 +213,5 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=("task", "arm"),
-    search_by=COMPARISON.score,
 )

@@ -26,8 +26,8 @@ from experiments.calibrate.variants import ALL_SCALED, CALIBRATED
 from experiments.calibrate.variants import make_variant as make_calibrated
 from experiments.corpora import encode, read_devign, sample
 from experiments.pretrained_tasks import predict_logits
-from experiments.runner.comparison import Case, Comparison, all_measured, difference
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Case, Comparison, all_measured, compare_variants, difference
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, evaluation_steps, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
@@ -203,7 +203,8 @@ def _finding(rows: Rows, plain: Row) -> str:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="defect",
     claim="A code encoder with RSA heads from the first step of pretraining finds defects with a higher average "
     "precision than the same encoder without them.",
@@ -215,8 +216,5 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=(*GROUP, "arm"),
-    search_by=COMPARISON.score,
 )

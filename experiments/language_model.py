@@ -17,17 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from experiments.byte_models import bits_per_byte
 from experiments.corpora import read_splits, text8_tokens
-from experiments.runner.comparison import Comparison, all_measured, difference, measured
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference, measured
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device, fit, step_time_ratio
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
-from experiments.variants import HALF, NO_RECURRENCE, PACE, add_rsa, variant_config
+from experiments.variants import NO_RECURRENCE, add_rsa, variant_config
 from rsa_hf import param_groups
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS
 from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
 
 ARCHITECTURES = ("transformer-xl", "block-recurrent")
-VARIANTS, FURTHER = ("plain", "rsa", NO_RECURRENCE), (HALF, PACE)
+VARIANTS = ("plain", "rsa", NO_RECURRENCE)
 TIME = "time of a step / plain"
 # One layer of the Block-Recurrent Transformer is recurrent and has no RSA heads. Transformer-XL normalises the input
 # of each block; the published models do not, and in so few steps then learn no more than the frequencies of symbols.
@@ -35,22 +35,22 @@ SMALL = "small"
 LAYERS = {"transformer-xl": 2, "block-recurrent": 3}
 WIDTH, HEADS = 64, 8
 SEGMENT, BATCH = 64, 8  # tokens in a segment and in the memory of Transformer-XL, and segments in a step
-# By size: texts, steps, learning rates and variants.
-PLAN: dict[Size, tuple[tuple[str, ...], int, tuple[float, ...], tuple[str, ...]]] = {
-    "toy": (("python",), 60, (1e-2,), (*VARIANTS, *FURTHER)),
-    "quick": (("text8",), 150, (5e-3, 1e-2), VARIANTS),
-    "full": (("enwik8", "text8"), 2000, (3e-3, 1e-2, 3e-2), (*VARIANTS, *FURTHER)),
+# By size: texts, steps and learning rates.
+PLAN: dict[Size, tuple[tuple[str, ...], int, tuple[float, ...]]] = {
+    "toy": (("python",), 60, (1e-2,)),
+    "quick": (("text8",), 150, (5e-3, 1e-2)),
+    "full": (("enwik8", "text8"), 2000, (3e-3, 1e-2, 3e-2)),
 }
 EVAL_BYTES: dict[Size, int] = {"toy": 4_000, "quick": 12_000, "full": 100_000}
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Texts × seeds × architectures × variants × learning rates."""
-    corpora, steps, rates, variants = PLAN[size]
+    corpora, steps, rates = PLAN[size]
     return [
         {"corpus": corpus, "model": SMALL, "steps": steps, "eval_bytes": EVAL_BYTES[size], **each}
         for corpus in corpora
-        for each in combinations(seed=range(seeds), architecture=ARCHITECTURES, arm=variants, learning_rate=rates)
+        for each in combinations(seed=range(seeds), architecture=ARCHITECTURES, arm=VARIANTS, learning_rate=rates)
     ]
 
 
@@ -143,7 +143,6 @@ def measure(settings: Settings) -> Values:
 GROUP = ("corpus", "architecture", "model", "steps")
 BITS = "bits per character"
 OVER_PLAIN, OVER_NO_RECURRENCE = "rsa − plain", f"rsa − {NO_RECURRENCE}"
-OF_FURTHER = {f"{arm} − plain": arm for arm in FURTHER}
 # Bits per character without and with RSA heads.
 PUBLISHED = {("enwik8", "block-recurrent"): (1.0746, 1.0683), ("text8", "block-recurrent"): (1.1652, 1.1625)}
 COMPARISON = Comparison(
@@ -156,7 +155,6 @@ COMPARISON = Comparison(
         OVER_PLAIN: difference({"rsa"}, "plain", "test"),
         OVER_NO_RECURRENCE: difference({"rsa"}, NO_RECURRENCE, "test"),
         TIME: measured(TIME),
-        **{name: difference({arm}, "plain", "test") for name, arm in OF_FURTHER.items()},
     },
     shown=BITS,
     label="bits per character, test text",
@@ -188,15 +186,13 @@ def _finding(rows: Rows, over_plain: Row) -> str:
         f"{rsa:.3f} bits per character, {over_plain.text('+.3f')}, and {over_no_recurrence.text('+.3f')} relative to "
         f"no recurrence; a step takes {rows.mean(TIME, **group):.2f} times as long"
     )
-    for name, arm in OF_FURTHER.items():
-        for row in rows.find(name, **group):
-            text += f"; {arm} {row.text('+.3f')} relative to the plain model"
     if published := PUBLISHED.get((group["corpus"], group["architecture"])):
         text += f"; published {published[1] - published[0]:+.4f}"
     return text
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="language-model",
     claim="Transformer-XL and the Block-Recurrent Transformer need fewer bits per character with RSA heads. "
     "Recurrence is the cause: without it (P = 0) they need more.",
@@ -204,16 +200,11 @@ EXPERIMENT = Experiment(
     "Transformer enwik8 1.0746 → 1.0683, text8 1.1652 → 1.1625 with RSA; Transformer-XL text8 1.164 with REMs, 1.183 "
     "with a learned Toeplitz P. The texts here are a prefix of enwik8 of 4.15 MB, and text8 made from it.",
     remark="All heads are RSA heads in pairs, whose gates and rates learn 20 times as fast as the weights; for "
-    "RSAConfig.from_scratch of today see confirmation. The variant half of the heads leaves the others with plain "
-    "attention, as the published plan does; with the pace of the weights gates and rates learn no faster than they. "
-    "Quick runs have text8 alone, full runs enwik8 too.",
+    "RSAConfig.from_scratch of today see confirmation. Quick runs have text8 alone, full runs enwik8 too.",
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=GROUP,
-    search_by=COMPARISON.score,
     revision=4,
 )

@@ -16,7 +16,6 @@ from experiments.corpora import beginning, encode, in_blocks, portion, read_devi
 from rsa_hf.tasks.defect_scores import compute_metrics
 from rsa_hf.tasks.text_scores import evaluate_language_model
 
-TEXT_SCORES = {"bits per byte": "bits_per_byte", "nats per token": "loss_nats_per_token"}
 EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large vocabulary need much memory
 
 
@@ -24,10 +23,9 @@ EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large 
 class Task:
     """Training data and scores."""
 
-    measure: str  # name of the score; of "accuracy" more is better, of others less
     rows: Any  # to train on
     collate: Callable[[list[Any]], Any]  # rows → a batch
-    score: Callable[[Any, str], float]  # (model, "validation" or "test") → score
+    score: Callable[[Any, str], float]  # (model, "validation" or "test") → accuracy, or nats per token
 
 
 @torch.no_grad()
@@ -62,7 +60,7 @@ def defect_task(
 
     everything = sample(splits["train"], most, 0)
     rows = encode(sample(everything, round(share * len(everything)), seed), tokenizer, length)
-    return Task("accuracy", rows, collate, accuracy)
+    return Task(rows, collate, accuracy)
 
 
 def text_task(
@@ -74,23 +72,21 @@ def text_task(
     scored: int,
     length: int,
     seed: int,
-    measure: str = "bits per byte",
-    test_seed: int | None = None,
+    test_seed: int,
 ) -> Task:
     """Language modelling on `wikitext-2`, or functions of `python` or `c`, in blocks of `length` tokens.
 
-    `seed` chooses the share of the training text, of which `most` bytes count as all; `test_seed` the test text, by
-    default the beginning of its split. At most `scored` bytes of the validation and test text are scored, by one of
-    `TEXT_SCORES`. Without a tokenizer tokens are bytes.
+    `seed` chooses the share of the training text, of which `most` bytes count as all; `test_seed` the test text. At
+    most `scored` bytes of the validation and test text are scored, in nats per token. Without a tokenizer tokens are
+    bytes.
     """
     texts = dict(read_splits("python functions" if name == "python" else name))
     texts["train"] = portion(beginning(texts["train"], most), share, seed)
-    if test_seed is not None:
-        texts["test"] = portion(texts["test"], min(1, scored / len(texts["test"])), test_seed)
+    texts["test"] = portion(texts["test"], min(1, scored / len(texts["test"])), test_seed)
     prepared = in_blocks(texts, tokenizer, length, scored)
 
     def score(model: Any, split: str) -> float:
         text = getattr(prepared, split)
-        return evaluate_language_model(model, text, max(1, EVALUATION_TOKENS // length))[TEXT_SCORES[measure]]
+        return evaluate_language_model(model, text, max(1, EVALUATION_TOKENS // length))["loss_nats_per_token"]
 
-    return Task(measure, prepared.train, default_collate, score)
+    return Task(prepared.train, default_collate, score)

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.byte_models import small_llama
-from experiments.runner.comparison import Comparison, all_measured, ratio
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Comparison, all_measured, compare_variants, ratio
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import adamw, default_device, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, SHIFT, make_variant
@@ -170,7 +170,8 @@ def _finding(rows: Rows, of_rsa: Row) -> str:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="recall",
     claim="A model with RSA heads learns associative recall with every seed, in at most 1.5 times the steps that it "
     "takes with a learned convolution over four tokens in their place.",
@@ -183,8 +184,5 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=(*GROUP, "arm"),
-    search_by=COMPARISON.score,
 )

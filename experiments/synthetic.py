@@ -270,8 +270,8 @@ def conclude(rows: Rows) -> Conclusion:
 
 
 def _better_and_worse(ratios: Rows) -> str:
-    worse = sum(row.low > 1 for row in ratios)
-    return f"significantly better in {ratios.below(1)} and worse in {worse} of {len(ratios)} cases"
+    better, worse = ratios.below(1), ratios.negated().below(-1)
+    return f"significantly better in {better} and worse in {worse} of {len(ratios)} cases"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

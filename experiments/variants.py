@@ -1,17 +1,18 @@
 """The variants of a model that experiments compare.
 
 * `plain`: the model as it is.
-* `rsa`: all heads are RSA heads in cyclical pairs, whose gates and rates learn 20 times as fast as the weights.
-* `two free lags`: `RSAConfig.from_scratch`: as `rsa`, with the first two lags free, and at the pace of the weights.
-* `published`: half of the heads are RSA heads, with the paper's initial rates and gates of one half.
-* `alibi`: attention with linear biases (Press et al., 2022), a preference for near tokens without RSA.
-* `learned toeplitz`: as `rsa`, with a learned weight for each lag in place of a REM.
-* `short convolution`: as `rsa`, with learned weights for the last four tokens alone; `token shift`: for the last one.
-* `no softmax`: as `rsa` with the gate fixed at 1, so that only P V is left.
+* `two free lags`: `RSAConfig.from_scratch`.
+* `paper's form`: the same without free lags: all heads in cyclical pairs of the paper's REMs.
+* `rsa`: as that, with gates and rates that learn 20 times as fast as the weights, as `RSAConfig()` has them.
 * `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
-* `pace of the weights`: as `rsa`, with gates and rates that learn as fast as the weights (`parameter_scale` 1).
-* `half of the heads`: as `rsa` on the first half of the heads, with plain attention in the others.
-* `dilated heads`: as `rsa`, with the second half of the heads dilated by 6, about an English word with its space.
+* `short convolution`: learned weights for the last four tokens in place of a REM; `token shift`: for the last one;
+  `learned toeplitz`: for all. They learn as fast as the weights, their gates 20 times as fast.
+
+And positions, with or without RSA:
+
+* `linear biases`: ALiBi (Press et al., 2022) in place of the model's own positions.
+* `rotary`, `sinusoidal`: those positions in place of a GPT-2's learned ones.
+* `two free lags without positions`: RSA in place of positions.
 
 Some replace the RSA heads (`forms.py`): rows are not padded, and there is no cache.
 """
@@ -25,22 +26,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
 from experiments.forms import FormHeads
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 
-PUBLISHED_START = RSAConfig(gate_init=0.0)
-DEFAULT = "two free lags"
-CONVOLUTION, SHIFT, NO_RECURRENCE = "short convolution", "token shift", "no recurrence"
-LAGS = {"learned toeplitz": None, CONVOLUTION: 4, SHIFT: 1}  # number of learned lags; None: all
-WORD = 6  # bytes
-PACE, HALF, DILATED = "pace of the weights", "half of the heads", "dilated heads"
-BEYOND_RSA = (PACE, HALF, DILATED)
-VARIANTS = (
-    *("plain", "rsa", "published", "alibi", "learned toeplitz", CONVOLUTION, "no softmax", NO_RECURRENCE),
-    *(*BEYOND_RSA, DEFAULT),
-)
+DEFAULT, PAPER, NO_RECURRENCE = "two free lags", "paper's form", "no recurrence"
+CONVOLUTION, SHIFT, TOEPLITZ = "short convolution", "token shift", "learned toeplitz"
+LINEAR_BIASES, ROTARY, SINUSOIDAL, UNPLACED = "linear biases", "rotary", "sinusoidal", f"{DEFAULT} without positions"
+LAGS = {TOEPLITZ: None, CONVOLUTION: 4, SHIFT: 1}  # number of learned lags; None: all
+VARIANTS = ("plain", DEFAULT, PAPER, "rsa", NO_RECURRENCE, *LAGS, LINEAR_BIASES, UNPLACED)
+OF_GPT2 = (ROTARY, SINUSOIDAL)
 
 
 def patched_modules(model: nn.Module) -> Iterator[tuple[nn.Module, RSAHeads]]:
@@ -60,36 +56,32 @@ def add_rsa(model: PreTrainedModel, variant: str, config: RSAConfig | None) -> N
 
 
 def variant_config(variant: str, num_heads: int) -> RSAConfig | None:
-    """The config of one of `VARIANTS` of a model with H heads a layer; None for `plain`."""
+    """The config of a variant of a model with H heads a layer; None for those without RSA heads."""
+    if variant in ("plain", LINEAR_BIASES, *OF_GPT2):
+        return None
     default = RSAConfig.from_scratch(num_heads)
-    config = replace(default, num_free_lags=0, parameter_scale=20.0)
-    half = replace(config, num_cyclical_pairs=num_heads // 4)
-    configs = {
-        "plain": None,
-        DEFAULT: default,
-        "published": PUBLISHED_START,
-        "no softmax": replace(config, gate_init=math.inf),
-        PACE: replace(config, parameter_scale=1.0),
-        HALF: half,
-        DILATED: replace(half, num_dilated_cyclical_pairs=num_heads // 4, dilation=WORD),
-    }
-    return configs.get(variant, config)
+    paper = replace(default, num_free_lags=0)
+    return {DEFAULT: default, UNPLACED: default, PAPER: paper}.get(variant, replace(paper, parameter_scale=20.0))
 
 
 def make_variant(variant: str, model: PreTrainedModel, longest: int) -> nn.Module:
-    """Turn a plain model into one of `VARIANTS`, in place; `alibi` is a wrapper that is called like the model.
+    """Turn a plain model into one of `VARIANTS`, or a GPT-2 into one of `OF_GPT2`; in place, but for `rotary`.
 
-    `alibi` is for Llama. No input is longer than `longest` tokens.
+    `linear biases` and `two free lags without positions` are for a GPT-2 or a Llama. No input is longer than `longest`
+    tokens.
     """
-    if variant == "alibi":
+    if variant == ROTARY:
+        return rotary_gpt2(model)
+    if variant == SINUSOIDAL:
+        return set_positions(model, sinusoids(longest, model.config.n_embd))
+    if variant in (LINEAR_BIASES, UNPLACED):
+        remove_positions(model)
+    if variant == LINEAR_BIASES:
         return ALiBi(model, longest)
-    H = model.config.num_attention_heads
-    add_rsa(model, variant, variant_config(variant, H))
+    add_rsa(model, variant, variant_config(variant, model.config.num_attention_heads))
     for module, heads in patched_modules(model):
         if variant in LAGS:
             module.rsa = FormHeads(heads, "kernel", LAGS[variant] or longest - 1)
-        elif variant == "no softmax":
-            heads.mu.requires_grad_(False)
     return model
 
 
@@ -112,6 +104,38 @@ class ALiBi(nn.Module):
         """The output of the model."""
         T = input_ids.shape[1]
         return self.model(input_ids, attention_mask=self.bias[:, :, :T, :T], **keywords)
+
+
+def rotary_gpt2(model: PreTrainedModel) -> PreTrainedModel:
+    """A GPT-2 with rotary positions and new weights: a GPT-NeoX of the same sizes, its layers one after another."""
+    config: Any = model.config
+    sizes: dict[str, Any] = {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True}
+    sizes |= {"vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": 4 * config.n_embd}
+    sizes |= {"num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head}
+    sizes |= {"max_position_embeddings": config.n_positions, "hidden_act": config.activation_function}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def remove_positions(model: Any) -> None:
+    """Make a GPT-2 or a Llama blind to positions, but for its causal mask."""
+    if model.config.model_type == "gpt2":
+        set_positions(model, torch.zeros(()))
+    else:
+        model.model.rotary_emb.inv_freq.zero_()  # all angles are 0
+
+
+def set_positions(model: Any, values: Tensor) -> nn.Module:
+    """Fix the position embeddings of a GPT-2."""
+    positions = model.transformer.wpe.weight.requires_grad_(False)
+    positions.copy_(values.expand_as(positions))
+    fixed: nn.Module = model
+    return fixed
+
+
+def sinusoids(longest: int, width: int) -> Tensor:
+    """Sinusoidal positions [T, D] (Vaswani et al., 2017, section 3.5), as large as GPT-2's first embeddings."""
+    angles = torch.arange(longest)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)
+    return 0.02 * math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
 def scale_heads(attention: Tensor, heads: tuple[int, ...], factor: Tensor) -> Tensor:

@@ -15,14 +15,6 @@ COST = {"parameters": 1.0, "time of a step / plain": 1.5}
 # For each experiment that compares variants: the settings of one case, and what a run measures as a function of its
 # validation score v and its test score t. Lower scores are better.
 CASES = {
-    "sample-efficiency": (
-        {"corpus": "python", "train_bytes": 10, "model": "0.03M", "family": "llama", "steps": 3},
-        lambda v, t: {"final": v, "tokens": [1.0, 2.0, 3.0], "bits per byte": [t + 2, t + 1, t], **COST},
-    ),
-    "fine-tune": (
-        {"model": "m", "task": "c", "share": 0.1, "steps": 10, "batch": 4, "length": 25},
-        lambda v, t: {"bits per byte": t, "validation": v, "before training": 3.0, "validation scores": [1.0]},
-    ),
     "calibrate": (
         {"model": "m", "task": "c", "share": 0.1, "trained": "everything"},
         lambda v, t: {"score": t, "validation": v, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0},

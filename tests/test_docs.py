@@ -21,6 +21,7 @@ STAND_INS = {
     '"microsoft/codebert-base"': "{codebert!r}",
     '"openai-community/gpt2"': "{gpt2!r}",
     'dataset_name="google/code_x_glue_cc_defect_detection", ': "max_train_samples=8, max_eval_samples=4, ",
+    "64 * 256].view(64, 256)": "64 * 32].view(64, 32)",
     'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
 }
 # Options that make each run of the pages take a second.
@@ -71,7 +72,7 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path,
     monkeypatch.chdir(tmp_path)
     for old, new in STAND_INS.items():
         code = code.replace(old, new.format(codebert=str(codebert), gpt2=str(gpt2_folder)))
-    (tmp_path / "corpus.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 4)
+    (tmp_path / "corpus.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 9)
     names: dict = {}
     exec(compile(code, page, "exec"), names)
     # Then the page's commands. The next test has those that train.
@@ -84,10 +85,8 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path,
 
 
 def check_readme(names, folder):
-    check_same(names["same"], names["model"])
-    assert is_patched(names["merged"])
-    assert (folder / "outputs" / "patched" / "model.safetensors").exists()
-    assert (folder / "outputs" / "rsa.png").exists()
+    assert names["calibration"].num_rows == 64
+    assert is_patched(names["small"]) and (folder / "outputs" / "gpt2-rsa" / "model.safetensors").exists()
 
 
 def check_concepts(names, folder):
@@ -100,7 +99,7 @@ def check_defect_detection(names, folder):
 
 
 def check_calibrate(names, folder):
-    assert names["calibration"].num_rows == 16
+    assert names["calibration"].num_rows == 64
 
 
 def check_training(names, folder):
@@ -185,7 +184,7 @@ def test_files_and_links_of_a_page_exist(page):
 def test_figures_of_the_readme_stand_in_the_pages_they_are_quoted_from():
     rows = re.findall(r"^\|.*\|$", TEXTS["README.md"], flags=re.MULTILINE)
     quotes = [(quote, row) for row in rows for quote in re.findall(r'"(.+?)"', row)]
-    assert len(quotes) >= 20
+    assert len(quotes) >= 6
     for quote, row in quotes:
         page = (re.findall(r"\[.+?\]\((.+?)\)", row) or ["RESULTS.md"])[0]
         assert quote in (ROOT / page).read_text(encoding="utf-8"), f"{page} no longer says: {quote}"

@@ -25,8 +25,8 @@ from experiments.calibrate.variants import (
     WITH_ALL_FACTORS,
     WITH_FACTORS,
 )
-from experiments.runner.comparison import Case, Column, Comparison, all_measured, compared
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Case, Column, Comparison, all_measured, compare_variants, compared
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 
@@ -152,7 +152,7 @@ def by_validation(run: Run) -> float:
 
 
 def _gain_over_rival(rival: str) -> Column:
-    def column(case: Case, arm: str) -> list[float] | None:
+    def column(case: Case, arm: str) -> list[Any] | None:
         is_rival = RIVALS.get(case.settings["trained"], {}).get(arm) == rival
         return compared({arm}, rival, _gain)(case, arm) if is_rival else None
 
@@ -224,7 +224,8 @@ def _finding(rows: Rows, calibrated: Row) -> str:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="calibrate",
     claim="A pretrained model patched as `calibrate` says is better on text of the same kind before anything is "
     "trained, and stays better after training, also than the same heads merely scaled.",
@@ -240,8 +241,5 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=(*GROUP, "arm"),
-    search_by=COMPARISON.score,
 )

@@ -78,8 +78,7 @@ def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Callable[[int
     def make_task(seed: int) -> Task:
         if settings["task"] == DEVIGN:
             return defect_task(tokenizer, **data, seed=seed)
-        extra = {"measure": "nats per token", "test_seed": settings["seed"]}
-        return text_task(settings["task"], tokenizer, **data, **extra, seed=seed)
+        return text_task(settings["task"], tokenizer, **data, seed=seed, test_seed=settings["seed"])
 
     def calibrate(path: Path) -> None:
         found = _calibrate(model, make_task(settings["seed"]), settings)

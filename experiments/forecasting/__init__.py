@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster
 from experiments.forecasting.series import Series, load_series, windows
-from experiments.runner.comparison import Column, Comparison, all_measured, measured, ratio
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Column, Comparison, all_measured, compare_variants, measured, ratio
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import count_parameters, default_device, fit
 from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values, worst_if_nan
 from experiments.variants import NO_RECURRENCE
@@ -54,7 +54,7 @@ PLANS: dict[Size, list[tuple[str, Sequence[str], Lengths]]] = {
         ("WTH", _INFORMER, (48, 96, 96, 2, 1)),
     ],
 }
-# A day, which `experiments.dilation` suggests for each of them, and is published for ETTh1.
+# A day, which `suggested_dilation` finds in each of them, and is published for ETTh1.
 DILATION = {"seasonal-8": 8, "ETTh1": 24, "ETTh2": 24, "ETTm1": 96, "WTH": 24}
 # The stride between scored windows is coprime to the day.
 TRAINING: dict[Size, dict[str, int]] = {
@@ -221,7 +221,8 @@ def _finding(rows: Rows, over_plain: Row) -> str:
     return text
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="forecasting",
     claim="The mean squared error of a forecast is lower with RSA heads than of the same model without them. "
     "Their recurrence is the cause: without it (P = 0) the error is higher.",
@@ -239,8 +240,5 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
-    summarise=COMPARISON.summarise,
     parts=("series", "horizon"),
-    search_by=COMPARISON.score,
 )

@@ -103,27 +103,33 @@ def accuracy(scores: list[list[int]]) -> tuple[float, float]:
     return statistics.mean(map(statistics.mean, scores)), pooled_sample_stderr(errors, list(map(len, scores)))
 
 
+def percent(value: float, error: float, number_format: str) -> str:
+    """A share in percent with its 95 % interval, from its standard error."""
+    low, high = (100 * (value + sign * 1.96 * error) for sign in (-1, 1))
+    return f"{100 * value:{number_format}} ({low:{number_format}} … {high:{number_format}})"
+
+
 def page(record: dict[str, Any], made_by: str) -> str:
     """The results as Markdown."""
     total, fields = record["pairs"], record["fields"]
     lines = [
-        "# BLiMP: SmolLM2-135M, plain and patched\n",
+        "# BLiMP: SmolLM2-135M-Instruct (four bits, Q4_1), plain and patched\n",
         f"Made by `{made_by}`: lm-eval's tasks `blimp_…`, on the first {record['limit']} pairs of each of the "
         f"{record['paradigms']} paradigms, {total:,} in all. Nothing was trained. A pair is right where the "
-        "grammatical sentence has the higher log-likelihood; ± is the standard error, as lm-eval pools it over "
-        "paradigms.\n",
+        "grammatical sentence has the higher log-likelihood. Brackets have 95 % intervals over pairs, from the "
+        "standard error that lm-eval pools over paradigms.\n",
         f"| model | {' | '.join(fields)} | all |",
         "|---|" + "---|" * (len(fields) + 1),
     ]
     for arm, found in record["arms"].items():
-        cells = [f"{100 * value:.2f} ± {100 * error:.2f}" for value, error in found.values()]
+        cells = [percent(value, error, ".2f") for value, error in found.values()]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     lines.append(
         f"\nWith shut gates all {2 * total:,} log-likelihoods are those of the plain model, bit for bit: the script "
         "fails where one differs. The others against the plain model, paired:\n"
     )
     lines += [
-        f"* {arm}: {100 * found['difference']:+.2f} ± {100 * found['error']:.2f} percentage points, "
+        f"* {arm}: {percent(found['difference'], found['error'], '+.2f')} percentage points, "
         f"{found['changed']:,} pairs decided otherwise"
         for arm, found in record["against plain"].items()
     ]

@@ -24,7 +24,7 @@ from experiments.pretrained_tasks import predict_logits
 from experiments.runner.experiment import Size
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
 from experiments.runner.processes import machine, versions
-from experiments.runner.summary import interval
+from experiments.runner.summary import Row, interval
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.tasks.defect_scores import compute_metrics
 
@@ -66,15 +66,14 @@ def run(arm: str, seed: int, size: Size) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, "test": {**score("test"), "num_examples": len(rows["test"])}}
 
 
-def write(folder: Path, size: Size, seeds: int | None) -> None:
-    """Measure both models; three seeds by default."""
-    runs = [run(arm, seed, size) for seed in tqdm(range(seeds or 3)) for arm in ARMS]
-    made_by, test = command("devign", size, seeds or 3), runs[0]["test"]
+def page(runs: list[dict[str, Any]], size: Size) -> str:
+    """The results as Markdown."""
+    made_by, test = command("devign", size, len(runs) // len(ARMS)), runs[0]["test"]
     text = (
         f"# Devign: MiniLM with and without RSA heads\n\nMade by `{made_by}`.\n\n"
         f"{FUNCTIONS[size]:,} training functions of Devign (CodeXGLUE split; the same for all runs), inputs of "
         f"{LENGTH} tokens, {EPOCHS} epochs, tested on {test['num_examples']:,} functions; the majority class has "
-        f"{test['majority_accuracy']:.2%}. ± is the 95 % interval of Student's t over the seeds.\n\n"
+        f"{test['majority_accuracy']:.2%}. Brackets have 95 % intervals over the seeds (Student's t).\n\n"
         "| model | test accuracy | F1 | MCC | seeds, accuracy each |\n|---|---|---|---|---|\n"
     )
     accuracy = {arm: [r["test"]["accuracy"] for r in runs if r["arm"] == arm] for arm in ARMS}
@@ -83,13 +82,16 @@ def write(folder: Path, size: Size, seeds: int | None) -> None:
         each = ", ".join(f"{value:.2%}" for value in accuracy[arm])
         text += f"| {arm} | {percent(accuracy[arm])} | {f1:.4f} | {mcc:.4f} | {each} |\n"
     differences = [rsa - plain for plain, rsa in zip(*accuracy.values(), strict=True)]
-    text += f"\nDifference in accuracy, RSA minus plain, seed by seed: {percent(differences)}.\n"
-    write_page(
-        folder, "devign_minilm", size, {"command": made_by, **versions(), "machine": machine(), "runs": runs}, text
-    )
+    return f"{text}\nDifference in accuracy, RSA minus plain, seed by seed: {percent(differences)}.\n"
+
+
+def write(folder: Path, size: Size, seeds: int | None) -> None:
+    """Measure both models; three seeds by default."""
+    runs = [run(arm, seed, size) for seed in tqdm(range(seeds or 3)) for arm in ARMS]
+    record = {"command": command("devign", size, seeds or 3), **versions(), "machine": machine(), "runs": runs}
+    write_page(folder, "devign_minilm", size, record, page(runs, size))
 
 
 def percent(values: list[float]) -> str:
     """Mean and 95 % interval, in per cent."""
-    mean, low, _ = interval(values)
-    return f"{mean:.2%}" if math.isnan(low) else f"{mean:.2%} ± {mean - low:.2%}"
+    return Row({}, "accuracy", *interval(values), len(values)).text(".2%")

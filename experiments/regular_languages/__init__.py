@@ -20,8 +20,8 @@ import torch
 
 from experiments.regular_languages.languages import LANGUAGES, make_splits
 from experiments.regular_languages.networks import VARIANTS, accuracy, encode, make_network, train
-from experiments.runner.comparison import Column, Comparison, all_measured, compared
-from experiments.runner.experiment import Experiment, Size, combinations
+from experiments.runner.comparison import Column, Comparison, all_measured, compare_variants, compared
+from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device
 from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, make_rows, weakest
 
@@ -151,7 +151,8 @@ def _finding(rows: Rows, language: str) -> str:
     return f"{language}, % entirely right at the training lengths and beyond: {', '.join(variants)}"
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = compare_variants(
+    COMPARISON,
     name="regular-languages",
     claim="At lengths beyond the training lengths, RSA gets more strings entirely right than the same Transformer "
     "without it: over all languages together, and on Parity.",
@@ -165,8 +166,6 @@ EXPERIMENT = Experiment(
     grid=make_grid,
     measure=measure,
     conclude=conclude,
-    draw=COMPARISON.draw,
     summarise=summarise,
     parts=("language", "arm"),
-    search_by=COMPARISON.score,
 )

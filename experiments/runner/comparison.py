@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.runner.experiment import Experiment
 from experiments.runner.panels import COLOURS, panels
 from experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_nan
 
@@ -27,8 +28,8 @@ class Case:
         return make_rows({**self.settings, "arm": arm, **settings}, there)
 
 
-# (case, variant) → a value for each seed; None: the variant has no such column.
-Column = Callable[[Case, str], list[float] | None]
+# (case, variant) → a value for each seed, or one for each part of a text; None: the variant has no such column.
+Column = Callable[[Case, str], list[float] | list[list[float]] | None]
 
 
 def measured(name: str) -> Column:
@@ -46,10 +47,10 @@ def all_measured(*names: str) -> dict[str, Column]:
     return {name.replace("_", " "): measured(name) for name in names}
 
 
-def compared(arms: Collection[str], rival: str, compare: Callable[[Run, Run], float]) -> Column:
+def compared(arms: Collection[str], rival: str, compare: Callable[[Run, Run], Any]) -> Column:
     """Runs of some variants compared with those of a rival, seed by seed."""
 
-    def column(case: Case, arm: str) -> list[float] | None:
+    def column(case: Case, arm: str) -> list[Any] | None:
         if arm not in arms or rival not in case.runs:
             return None
         return [compare(*pair) for pair in zip(case.runs[arm], case.runs[rival], strict=True)]
@@ -60,6 +61,15 @@ def compared(arms: Collection[str], rival: str, compare: Callable[[Run, Run], fl
 def difference(arms: Collection[str], rival: str, name: str) -> Column:
     """A value of some variants minus that of a rival; infinite where a variant diverged."""
     return compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) - other.values[name])
+
+
+def difference_by_part(arms: Collection[str], rival: str, name: str) -> Column:
+    """The same of a value that is a list: of the parts of a test text."""
+
+    def compare(run: Run, other: Run) -> list[float]:
+        return [worst_if_nan(a) - b for a, b in zip(run.values[name], other.values[name], strict=True)]
+
+    return compared(arms, rival, compare)
 
 
 def ratio(arms: Collection[str], rival: str, name: str) -> Column:
@@ -107,6 +117,16 @@ class Comparison:
 
         return sorted(min(by_rate, key=mean), key=lambda run: run.settings["seed"])
 
+    def edges(self, runs: Sequence[Run]) -> tuple[int, int]:
+        """How many of the best learning rates are the lowest or the highest tried, and how many were chosen."""
+        found = [
+            case.runs[arm][0].settings["learning_rate"] in (min(rates), max(rates))
+            for case in self.cases(runs)
+            for arm, rates in case.rates.items()
+            if max(rates) > 0  # nothing trained
+        ]
+        return sum(found), len(found)
+
     def summarise(self, runs: Sequence[Run]) -> Rows:
         """The rows of each variant of each case."""
         return Rows(row for case in self.cases(runs) for arm in case.runs for row in case.rows(arm, self.columns))
@@ -128,3 +148,9 @@ class Comparison:
                 names = [f"{name} {value}" for name, value in zip(self.group, case, strict=True)]
                 title = "\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2))
                 axes.set(title=title, xlabel=f"{self.label}\nmean and 95 % interval, {found[0].seeds} seeds")
+
+
+def compare_variants(comparison: Comparison, **fields: Any) -> Experiment:
+    """An experiment whose summary, figure and search of learning rates are those of a comparison, unless given."""
+    own = {"summarise": comparison.summarise, "draw": comparison.draw, "search_by": comparison.score}
+    return Experiment(**{**own, "edges": comparison.edges, **fields})

@@ -17,19 +17,15 @@ from experiments.runner.summary import Conclusion, Rows, Run, Settings, Values, 
 EXPERIMENTS = {
     "defaults": "how RSA heads start in a model that is trained from scratch",
     "confirmation": "the start that defaults chose, with other seeds and on other texts",
+    "rivals": "other positions and other short memories against RSA, on models trained from scratch",
     "recall": "associative recall: how soon a model names the value that a key was paired with",
-    "sample-efficiency": "tokens needed to reach the unpatched model's final bits per byte",
-    "training-length": "tokens saved after longer training, with a learning rate that decays",
     "code-encoder": "masked language modelling of code from scratch, with and without RSA",
     "defect": "defect detection with the encoders of code-encoder, against rivals",
-    "fine-tune": "pretrained models fine-tuned with and without RSA on little data",
     "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
     "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
     "regular-languages": "formal languages at lengths beyond the training lengths",
     "forecasting": "ETT and Weather forecasts by the Informer and Transformer-XL, with and without RSA",
     "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
-    "linear-rnn": "a linear RNN and its heads have the same hidden states (propositions 1, 2 and 4)",
-    "dilation": "the dilation factor, from autocorrelation and recurrence plots (section 3)",
 }
 
 Size = Literal["toy", "quick", "full"]
@@ -58,6 +54,8 @@ class Experiment:
     parts: tuple[str, ...] = ()  # settings that `--only` selects by; `conclude` must accept any selection
     # Run → score, lower is better: learning rates are searched with the first seed, see rate_search.py.
     search_by: Callable[[Run], float] | None = None
+    # Runs → number of best learning rates that are the lowest or the highest tried, and of all.
+    edges: Callable[[Sequence[Run]], tuple[int, int]] | None = None
     needs_gpu: Callable[[Settings], bool] = lambda settings: False  # such runs are skipped on a machine without a GPU
     revision: int = 1  # increase it when `measure` changes its meaning; older runs are then run again
 

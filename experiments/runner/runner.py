@@ -137,6 +137,7 @@ def _write_results(
         "versions": [dict(each) for each in dict.fromkeys(tuple(run.versions.items()) for run in runs)],
         "cells": [run.settings for run in runs],
         "planned": number_of_runs(grid, finished, score),
+        "rates_at_an_edge": experiment.edges(runs) if experiment.edges else None,
     }
     (folder / "table.md").write_text(_markdown(rows), encoding="utf-8")
     write_json(folder / CONCLUSION, asdict(conclusion))

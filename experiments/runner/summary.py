@@ -12,6 +12,7 @@ from scipy.stats import t
 
 Settings = Mapping[str, Any]  # of one run: variant, seed, sizes
 Values = dict[str, Any]  # measured numbers by name; lists of numbers are for the figure
+LEVEL = 0.05  # of tests; intervals have 95 %
 Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
 
 
@@ -45,6 +46,15 @@ class Row:
     def pick(self, names: Sequence[str]) -> dict[str, Any]:
         """Some of the settings."""
         return {name: self.settings[name] for name in names}
+
+    def p_value(self, even: float) -> float:
+        """Student's t, two-sided, of the mean against `even`; NaN without an interval."""
+        half = (self.high - self.low) / 2
+        if half == 0:
+            return 0.0
+        return float(
+            2 * t.sf(abs(self.mean - even) / half * t.ppf(0.5 + (1 - LEVEL) / 2, self.seeds - 1), self.seeds - 1)
+        )
 
     def text(self, number_format: str) -> str:
         """Mean and interval, each in a format such as `+.3f`."""
@@ -87,9 +97,17 @@ class Rows(list[Row]):
         """The span for each value of a setting, such as `gpt2 0.18 to 0.46, llama 0.54`."""
         return ", ".join(f"{value} {rows.span(number_format)}" for value, rows in self.by(setting).items())
 
+    def significant(self, even: float) -> list[bool]:
+        """Which rows differ from `even` at 5 % over all of them, by Holm's procedure; a single seed never does."""
+        p = [row.p_value(even) for row in self]
+        order = sorted((i for i in range(len(p)) if not math.isnan(p[i])), key=p.__getitem__)
+        holds = [p[i] <= LEVEL / (len(p) - rank) for rank, i in enumerate(order)]
+        found = order[: holds.index(False) if False in holds else None]
+        return [i in found for i in range(len(p))]
+
     def below(self, even: float) -> int:
         """The number of rows that are significantly better."""
-        return sum(row.high < even for row in self)
+        return sum(row.mean < even for row, differs in zip(self, self.significant(even), strict=True) if differs)
 
     def wins(self, even: float) -> str:
         """The same, such as `3 of 4`."""
@@ -98,44 +116,51 @@ class Rows(list[Row]):
     def judge(self, even: float) -> Verdict:
         """The verdict on the comparisons in these rows.
 
-        Confirmed if every interval lies below `even`; not confirmed if an interval lies at or above it; not measurable
+        Confirmed if every row is significantly below `even`; not confirmed if one is significantly not; not measurable
         otherwise, where chance may have decided. A single seed has no interval: it cannot confirm a claim, but it can
         fail it. The same holds for an infinite mean, of a run with RSA that diverged.
         """
-        if any((row.mean if math.isnan(row.low) else row.low) >= even for row in self):
+        decided = zip(self, self.significant(even), strict=True)
+        if any(row.mean >= even and (differs or math.isnan(row.low)) for row, differs in decided):
             return "not confirmed"
         return "confirmed" if self.below(even) == len(self) else "not measurable at this size"
 
     def undecided(self, even: float) -> str:
         """A sentence on the comparisons that chance may have decided; empty if there are none."""
         # An infinite mean has no interval either, but it decides against the claim.
-        count = sum(not math.isinf(row.mean) and (math.isnan(row.low) or row.low < even <= row.high) for row in self)
+        decided = zip(self, self.significant(even), strict=True)
+        count = sum(not differs and not math.isinf(row.mean) for row, differs in decided)
         if not count:
             return ""
-        return (
-            f" {count} of {len(self)} comparisons are undecided (the interval contains {even:g}, or there is only one "
-            "seed): they need more seeds or longer training."
-        )
+        return f" {count} of {len(self)} comparisons are undecided: they need more seeds or longer training."
 
     def error_bars(self) -> list[list[float]]:
         """The intervals as matplotlib's `errorbar` takes them."""
         return [[row.mean - row.low for row in self], [row.high - row.mean for row in self]]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval (Student's t).
+def interval(values: Sequence[float] | Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Mean and 95 % interval (Student's t) of the values of seeds.
 
-    The ends are NaN for a single value, and where a value is not finite because a run diverged.
+    A value may itself be a sequence: of parts of a test text. The interval is then one over other seeds and other
+    texts: the squares of both half widths are added. The ends are NaN for a single seed, and where a value is not
+    finite because a run diverged.
     """
-    mean = statistics.fmean(values)
-    if len(values) == 1 or not all(map(math.isfinite, values)):
+    matrix = [list(value) if isinstance(value, Sequence) else [value] for value in values]
+    of_seeds, of_parts = ([statistics.fmean(each) for each in table] for table in (matrix, zip(*matrix, strict=True)))
+    mean = statistics.fmean(of_seeds)
+    if len(of_seeds) == 1 or not all(map(math.isfinite, of_seeds)):
         return mean, math.nan, math.nan
-    # Not t.interval, which gives NaN where all values agree.
-    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = math.hypot(_half_width(of_seeds), _half_width(of_parts) if len(of_parts) > 1 else 0)
     return mean, mean - half, mean + half
 
 
-def make_rows(settings: Settings, columns: Mapping[str, Sequence[float]]) -> Rows:
+def _half_width(values: Sequence[float]) -> float:
+    # Not t.interval, which gives NaN where all values agree.
+    return float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def make_rows(settings: Settings, columns: Mapping[str, Sequence[float] | Sequence[Sequence[float]]]) -> Rows:
     """A row for each column of values, one value per seed."""
     return Rows(Row(settings, measure, *interval(values), len(values)) for measure, values in columns.items())
 

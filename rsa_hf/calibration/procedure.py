@@ -18,7 +18,7 @@ from rsa_hf.calibration.report import CalibratedHead, Calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
 
-FEWEST_ROWS = 12
+FEWEST_ROWS, USUAL_ROWS = 12, 64
 FOLDS = 3  # of the check
 CERTAIN = 2.5  # standard errors by which the loss of held-out rows has to fall
 
@@ -40,7 +40,7 @@ class CalibrationSettings:
     """
 
     false_discoveries: float = 0.3
-    max_rows: int = 64
+    max_rows: int = USUAL_ROWS
     gate_passes: int = 2
     head_steps: int = 50
 
@@ -166,7 +166,14 @@ def run_calibration(
         gain_error=error,
         gain_without_recurrence=float(damped.mean()),
         head_steps=steps,
+        rows_needed=None if heads else _rows_needed(rows, gain, error),
     )
+
+
+def _rows_needed(rows: int, gain: float, error: float) -> int | None:
+    """With how many rows a gain like this would be certain. A loss says nothing of it, but few rows prove nothing."""
+    needed = max(USUAL_ROWS, math.ceil(rows * (CERTAIN * error / gain) ** 2) if gain > 0 else 0)
+    return needed if needed > rows else None
 
 
 def _config_of(heads: list[Choice]) -> RSAConfig:

@@ -39,6 +39,8 @@ class Calibration:
         gain_error: standard error of the gain, over rows.
         gain_without_recurrence: the same with P = 0 on these heads, where their gates only damp attention.
         head_steps: number of steps that the new head of a classifier was trained for, before all this.
+        rows_needed: where no gain was shown, the number of rows with which one could be. None if recurrence did not
+            help the rows at all, and they are as many as `max_rows` is by default.
     """
 
     config: RSAConfig
@@ -50,6 +52,7 @@ class Calibration:
     gain_error: float
     gain_without_recurrence: float
     head_steps: int
+    rows_needed: int | None
 
     @property
     def scores(self) -> dict[str, float]:
@@ -83,15 +86,17 @@ class Calibration:
             axes.set_title(title, loc="left", fontsize=8)
 
     def __str__(self) -> str:
+        low, high = (self.gain + sign * 1.96 * self.gain_error for sign in (-1, 1))  # a normal distribution's 95 %
         checked = (
-            f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ± {self.gain_error:.4f} "
-            "(standard error) with heads that were chosen without them, of which their gates alone, with P = 0, make "
+            f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ({low:.4f} … {high:.4f}) "
+            "with heads that were chosen without them, of which their gates alone, with P = 0, make "
             f"{self.gain_without_recurrence:.4f}"
         )
         if self.head_steps:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
         if not self.heads:
-            return f"no heads: {checked}, which is not enough to be shown"
+            few = f": {self.num_rows} rows are too few to tell; with {self.rows_needed} it could be"
+            return f"no heads: {checked}, which is not enough to be shown{few if self.rows_needed else ''}"
         rows = [("layer", "head", "REM", "d", "decay", "theta", "free lags", "gate", "derivative", "standard errors")]
         for head in self.heads:
             config = head.config

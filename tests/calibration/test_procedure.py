@@ -138,10 +138,33 @@ def test_the_report_says_what_was_found(shifted, tmp_path, monkeypatch):
     assert RSAConfig.from_dict(found.to_dict()["config"]) == found.config
     found.plot(tmp_path / "heat.png")
     assert (tmp_path / "heat.png").stat().st_size > 1000
-    monkeypatch.setattr(procedure, "CERTAIN", math.inf)
+    monkeypatch.setattr(procedure, "CERTAIN", 1e3)
     nothing = run_calibration(shifted, batches(), progress=False)
     assert str(nothing).startswith("no heads")
     assert nothing.config == RSAConfig(heads=())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_rows_show_the_gain_or_say_how_many_could(shifted, seed):
+    torch.manual_seed(seed)
+    found = run_calibration(shifted, batches(12, 4), progress=False)
+    if found.heads:
+        assert (PLANTED.layer, PLANTED.head) in {(head.config.layer, head.config.head) for head in found.heads}
+        assert found.rows_needed is None
+    else:
+        # A mean of n times as many rows has an error that is √n times smaller.
+        enough = 12 * (2.5 * found.gain_error / found.gain) ** 2 if found.gain > 0 else 0
+        assert found.rows_needed == max(64, math.ceil(enough))
+        assert f"12 rows are too few to tell; with {found.rows_needed} it could be" in str(found)
+
+
+def test_many_rows_without_a_gain_are_enough():
+    torch.manual_seed(0)
+    found = run_calibration(
+        language_model(), [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (4, 16, T))]
+    )
+    assert not found.heads and found.gain <= 0
+    assert found.rows_needed is None and "too few" not in str(found)
 
 
 def with_a_nan():

@@ -16,11 +16,19 @@ def rows_of(**scores):
         for arm, of_seeds in scores.items():
             for seed, test in enumerate(of_seeds):
                 settings = {**shared, "arm": {"conv": CONVOLUTION, "rsa": DEFAULT}.get(arm, arm), "seed": seed}
-                values = {"validation": 2.0, "test": test, "parameters": 1.0}
+                values = {
+                    "validation": 2.0,
+                    "test": test,
+                    "test by part": [test - 0.01, test + 0.01],
+                    "parameters": 1.0,
+                }
                 runs.append(finished({**settings, "learning_rate": 1e-3}, values))
                 if seed == 0:
                     runs.append(
-                        finished({**settings, "learning_rate": 3e-3}, values | {"validation": 3.0, "test": 0.0})
+                        finished(
+                            {**settings, "learning_rate": 3e-3},
+                            values | {"validation": 3.0, "test by part": [0.0, 0.0]},
+                        )
                     )
     return find_experiment("confirmation").summarise(runs)
 

@@ -1,4 +1,4 @@
-"""The dilation factor: autocorrelation and recurrence plots against double loops, known periods, noise, a verdict."""
+"""The dilation factor: autocorrelation and recurrence plots against double loops, known periods, noise, the series of the paper."""
 
 import math
 from itertools import pairwise
@@ -6,17 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from experiment_runs import conclude, finished
-from experiments import dilation
+from experiments import forecasting
 from experiments.dilation import (
-    EXPERIMENT,
     autocorrelation,
     suggested_dilation,
     suggested_token_dilation,
     token_autocorrelation,
 )
-from experiments.forecasting.series import Series
-from experiments.runner.runner import run_experiment
+from experiments.forecasting.series import load_series
 
 
 def loop_autocorrelation(series, max_lag):
@@ -92,22 +89,9 @@ def test_tokens_with_a_period_and_without():
     assert suggested_token_dilation(noisy[torch.randperm(1800)]) is None
 
 
-# --- the experiment -------------------------------------------------------------------------------------------------
-
-
-def test_a_series_without_a_period_is_not_confirmed(tmp_path, monkeypatch):
-    noise = Series(torch.randn(1000, 2), torch.zeros(1000, 4), (900, 950, 1000))
-    monkeypatch.setattr(dilation, "load_series", lambda name: noise)
-    found = run_experiment(EXPERIMENT, "toy", tmp_path, progress=False)
-    assert found.verdict == "not confirmed"
-    assert "suggests no d (a day is 24 steps); 0 of 2 pieces suggest a day" in found.findings[0]
-
-
-def test_pieces_decide_too(toy):
-    whole, first, second = [run for run in toy("dilation")[0] if run.settings["source"] == "seasonal-24"]
-    disagrees = finished(second.settings, {**second.values, "as expected": 0.0})
-    assert conclude("dilation", [whole, first, disagrees]).verdict == "not confirmed"
-    # Without pieces the whole series can only refute.
-    assert conclude("dilation", [whole]).verdict == "not measurable at this size"
-    wrong = finished(whole.settings, {**whole.values, "as expected": 0.0})
-    assert conclude("dilation", [wrong]).verdict == "not confirmed"
+@pytest.mark.parametrize("name", ["ETTh1", "ETTh2", "ETTm1", "WTH"])
+def test_a_series_of_the_paper_suggests_a_day(name, data_folder, monkeypatch):
+    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
+    series = load_series(name)
+    for piece in (values := series.values[: series.part("train").stop], *values.chunk(2)):
+        assert suggested_dilation(piece) == forecasting.DILATION[name]

@@ -61,14 +61,11 @@ def test_every_stored_run_is_in_the_grid_of_its_size():
 # --- small runs -----------------------------------------------------------------------------------------------------
 
 SHORT = {
-    "sample-efficiency": {"arm": "rsa", "steps": 20},
-    "fine-tune": {"arm": "rsa", "steps": 6, "evaluations": 1, "pretraining_steps": 2, "scored": 500},
     "calibrate": {"arm": "random heads", "trained": "a few numbers", "steps": 2, "learning_rate": 1e-3, "scored": 500},
     "language-model": {"arm": "rsa", "steps": 5, "eval_bytes": 500},
     "forecasting": {"arm": "rsa", "steps": 3, "epochs": 1},
     "regular-languages": {"steps": 10},
     "synthetic": {},
-    "linear-rnn": {"weights": "trained"},
 }
 
 
@@ -89,13 +86,9 @@ def test_equal_settings_give_equal_values(name):
 @pytest.mark.parametrize(
     ("name", "verdicts", "words"),
     [
-        # Gates that start nearly shut change little in so few steps.
-        ("fine-tune", ("confirmed", "not measurable at this size"), "gains significantly"),
         # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.
         ("regular-languages", ("not confirmed",), "which is significant; on Parity it is not better"),
         ("forecasting", ("confirmed", "not measurable at this size"), "lower error in"),
-        ("linear-rnn", ("confirmed",), "12 of 12 linear RNNs"),
-        ("dilation", ("confirmed",), "seasonal-24 suggests a day as d in 3 of 3 cases: as a whole, and in pieces."),
     ],
 )
 def test_the_conclusion_of_the_toy_runs(name, verdicts, words, toy):
@@ -130,22 +123,21 @@ def test_a_gain_that_no_recurrence_reaches_too_is_not_confirmed(name):
     assert verdict(name, rsa, fake_runs(name, NO_RECURRENCE, (0.7, 0.4, 0.8))) == "not measurable at this size"
 
 
-@pytest.mark.parametrize("name", [name for name in BY_RECURRENCE if name != "fine-tune"])
+@pytest.mark.parametrize("name", BY_RECURRENCE)
 def test_a_run_that_diverges_only_with_rsa_is_not_confirmed(name):
     assert verdict(name, (0.5, math.nan, 0.6), fake_runs(name, NO_RECURRENCE, PLAIN)) == "not confirmed"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_lost_case_is_enough_for_not_confirmed(name):
-    case = {"regular-languages": {"language": "(aa)*"}, "forecasting": {"horizon": 48}}
-    case |= {experiment: {"share": 1.0} for experiment in ("fine-tune", "calibrate")}
+    case = {"regular-languages": {"language": "(aa)*"}, "forecasting": {"horizon": 48}, "calibrate": {"share": 1.0}}
     other = case.get(name, {"steps": 7})
     lost = [fake_runs(name, arm, [s + (arm == "rsa") for s in PLAIN], **other) for arm in ("plain", "rsa")]
     without = [fake_runs(name, NO_RECURRENCE, PLAIN, **more) for more in ({}, other)]
     assert verdict(name, (0.5, 0.56, 0.6), *lost, *without) == "not confirmed"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "sample-efficiency"])
+@pytest.mark.parametrize("name", CASES)
 def test_learning_rates_are_chosen_by_validation(name):
     # At the other rate the plain model is better on the test data, which must not decide.
     tempting = fake_runs(name, "plain", (0.1, 0.1, 0.1), validations=(2.0, 2.0, 2.0), rate=1e-2)

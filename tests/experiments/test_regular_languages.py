@@ -58,7 +58,8 @@ def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     assert not dead
 
 
-GOOD, BAD = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9)], [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0)]
+GOOD = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9), (1.0, 0.95, 0.95)]
+BAD = [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0), (1.0, 0.05, 0.05)]
 
 
 def concluded(**of_rsa):
@@ -85,7 +86,7 @@ def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
     assert "+45.0" in found.sentence and "on Parity it is not better" in found.sentence
     assert "rsa 100.0 and 95.0, transformer 100.0 and 5.0" in found.findings[0]
     assert concluded(aa=GOOD[:1], parity=GOOD[:1]).verdict == "not measurable at this size"
-    by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1)])
+    by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1), (1.0, 0.4, 0.4)])
     assert by_chance.verdict == "not measurable at this size"
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import t
 
 from experiment_runs import finished
 from experiments.__main__ import main
 from experiments.runner.comparison import Comparison, all_measured
 from experiments.runner.experiment import EXPERIMENTS, Experiment, RequestError, find_experiment
-from experiments.runner.files import CACHE, cached
+from experiments.runner.files import CACHE, MissingDataError, cached, data_file
 from experiments.runner.fit import fit, shuffled_rows
 from experiments.runner.panels import panels
 from experiments.runner.processes import run_all, workers
@@ -21,7 +22,7 @@ from experiments.runner.report import write_report
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
 from experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
 
-NAME = "linear-rnn"  # any experiment
+NAME = "synthetic"  # any experiment
 
 
 def grid(size, seeds):
@@ -80,6 +81,14 @@ def test_an_interrupted_experiment_continues_and_writes_its_files(counted, tmp_p
         run_experiment(experiment, "toy", tmp_path, progress=False)
 
 
+def test_another_text_is_refused(small_data, monkeypatch):
+    monkeypatch.setenv("RSA_HF_DATA", str(small_data))
+    with pytest.raises(MissingDataError, match="is not the file that the stored runs have read"):
+        data_file("enwik8/enwik8_prefix.xz")
+    with pytest.raises(MissingDataError, match="does not exist"):
+        data_file("enwik8/enwik9.xz")
+
+
 def in_a_process(settings):
     return {"seed": settings["seed"], "process": os.getpid()}
 
@@ -112,6 +121,9 @@ def test_the_interval_uses_students_t():
     ("intervals", "verdict", "undecided"),
     [
         ([(0.5, 0.4, 0.6), (0.9, 0.85, 0.95)], "confirmed", 0),
+        # Alone this one would do, but two are compared.
+        ([(0.5, 0.4, 0.6), (0.9, 0.8, 0.99)], "confirmed", 0),
+        ([(0.9, 0.8, 0.99), (0.9, 0.8, 0.99)], "not measurable at this size", 2),
         ([(0.5, 0.4, 0.6), (0.9, 0.8, 1.0)], "not measurable at this size", 1),
         ([(0.5, 0.4, 0.6), (1.1, 0.8, 1.4)], "not measurable at this size", 1),
         ([(0.5, 0.4, 0.6), (1.0, 1.0, 1.0)], "not confirmed", 0),
@@ -125,6 +137,35 @@ def test_the_verdict_follows_from_the_intervals(intervals, verdict, undecided):
     assert rows.judge(1) == verdict
     assert rows.undecided(1).startswith(f" {undecided} of {len(rows)}" if undecided else "")
     assert bool(rows.undecided(1)) == bool(undecided)
+
+
+def test_comparisons_that_are_counted_together_are_corrected():
+    # Holm (1979): in ascending order p is compared with 0.05 / 4, / 3, / 2 and / 1, until one is larger.
+    def row(p, sign):
+        return Row(
+            {},
+            "difference",
+            sign * t.isf(p / 2, 4),
+            *(sign * t.isf(p / 2, 4) + s * t.isf(0.025, 4) for s in (-1, 1)),
+            5,
+        )
+
+    rows = Rows(row(p, sign) for p, sign in ((0.01, 1), (0.04, -1), (0.03, -1), (0.005, -1)))
+    assert [round(each.p_value(0), 9) for each in rows] == [0.01, 0.04, 0.03, 0.005]
+    assert rows.significant(0) == [True, False, False, True]
+    assert (rows.below(0), rows.judge(0)) == (1, "not confirmed")
+    assert Rows(rows[1:2]).below(0) == 1  # alone
+
+
+def test_an_interval_over_parts_of_a_text_is_wider():
+    # Both seeds agree, but the parts do not: 12.706 is Student's t for 2 values.
+    mean, low, high = interval([[1.0, 3.0], [1.0, 3.0]])
+    assert (mean, high - mean) == (2, pytest.approx(12.706, abs=1e-3)) and mean - low == pytest.approx(high - mean)
+    same = interval([[1.0, 1.0], [3.0, 3.0]])
+    assert same == pytest.approx(interval([1.0, 3.0]))
+    both = interval([[0.0, 2.0], [2.0, 4.0]])
+    assert both[2] - both[0] == pytest.approx(12.706 * 2**0.5, abs=1e-3)
+    assert math.isinf(interval([[1.0, math.inf], [3.0, 3.0]])[0])
 
 
 def test_a_row_summarises_runs_that_differ_in_their_seed_alone():
@@ -291,8 +332,8 @@ def test_the_command_line(capsys, tmp_path):
     assert not (tmp_path / "RESULTS.md").exists()
     assert run("report")[0] == 0 and (tmp_path / "RESULTS.md").exists()
     for arguments, words in (
-        (["sample-efficiency", "--only", "model"], "SETTING=VALUE"),
-        (["linear-rnnn"], "there is no experiment"),
+        (["language-model", "--only", "model"], "SETTING=VALUE"),
+        (["synthetics"], "there is no experiment"),
     ):
         code, _, err = run(*arguments)
         assert code == 2 and words in err
