@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import pickle
 import textwrap
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     PreTrainedModel,
-    RobertaModel,
     T5EncoderModel,
     T5ForConditionalGeneration,
 )
@@ -37,20 +35,6 @@ def saved(tmp_path):
     model = trained(build("roberta"))
     model.save_pretrained(tmp_path)
     return model, tmp_path
-
-
-@pytest.mark.parametrize("how", ["concrete class", "deepcopy", "pickle"])
-@torch.no_grad()
-def test_concrete_classes_copies_and_pickles_give_the_same_bits(how, saved):
-    model, folder = saved
-    batch = inputs("roberta")
-    if how == "concrete class":
-        loaded = RobertaModel.from_pretrained(folder)
-    elif how == "deepcopy":
-        loaded = copy.deepcopy(model)
-    else:
-        loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(loaded(**batch)[0], model(**batch)[0])
 
 
 @torch.no_grad()
@@ -75,19 +59,6 @@ def test_the_encoder_of_an_encoder_decoder_loads_alone(tmp_path):
     half = T5EncoderModel.from_pretrained(tmp_path)
     assert torch.equal(half(input_ids=ids)[0], model.encoder(input_ids=ids)[0])
     assert isinstance(T5ForConditionalGeneration.from_pretrained(tmp_path), T5ForConditionalGeneration)
-
-
-@torch.no_grad()
-def test_rates_load_as_float32_beside_lower_precision(saved):
-    model, folder = saved
-    loaded = AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
-    weights = dict(model.named_parameters())
-    for name, parameter in loaded.named_parameters():
-        if ".rsa." in name:
-            assert parameter.dtype == torch.float32
-            assert torch.equal(parameter, weights[name])
-        else:
-            assert parameter.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("initialise", [False, True])
@@ -133,18 +104,6 @@ def test_without_rsa_hf_the_checkpoint_does_not_load(saved):
     messages = dict(zip(WAYS_TO_LOAD, json.loads(done.stdout.splitlines()[-1]), strict=True))
     for way, message in messages.items():
         assert "pip install rsa_hf, then import rsa_hf" in message, way
-
-
-def test_locks_are_in_the_file_but_not_in_memory(saved):
-    model, folder = saved
-    content = json.loads((folder / "config.json").read_text())
-    assert content["attn_implementation"].startswith("rsa_hf")
-    assert all(name.startswith("rsa_hf") for name in content["fusion_config"])
-    assert content["model_type"] == "roberta"
-    for config in (model.config, AutoConfig.from_pretrained(folder)):
-        assert config._attn_implementation in ("sdpa", None)
-        assert not hasattr(config, "fusion_config")
-    assert [path.name for path in folder.glob("*.tmp")] == []
 
 
 LAYER = "encoder.layer.1.attention.self.rsa"
@@ -278,12 +237,6 @@ def test_a_shut_gate_is_saved_as_valid_json(tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path)
     assert loaded.h[0].attn.rsa.rates()["gate"].item() == 0
     assert torch.equal(loaded(**(batch := inputs("gpt2")))[0], model(**batch)[0])
-
-
-def test_a_plain_model_is_saved_without_plan_or_locks(tmp_path):
-    build("roberta").save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert not {"rsa", "attn_implementation", "fusion_config"} & set(content)
 
 
 class WithInnerModel(PreTrainedModel):
