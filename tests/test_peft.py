@@ -1,18 +1,16 @@
 """Adapters with gates and rates: training, saving, loading, merging and switching."""
 
 import copy
-import json
 import pickle
 
 import peft
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, LoraModel, PeftModel
-from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from families import CONFIGS, inputs, tiny_config
-from hub_stand_in import USER
+from families import CONFIGS, inputs
 from peft_adapters import (
     METHODS,
     PLAN,
@@ -23,7 +21,7 @@ from peft_adapters import (
     needs_own_adapters,
     trained_adapter,
 )
-from rsa_hf import RSAConfig, RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
+from rsa_hf import RSAHeads, is_patched, param_groups, patch_model, rsa_report, unpatch_model
 from rsa_hf.peft import get_peft_model, load, rsa_only_config, with_rsa
 
 FAMILIES = ["gpt2", "llama", "roberta"]
@@ -55,6 +53,7 @@ def test_a_saved_adapter_loads_bit_for_bit(family, method, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    assert method != "rsa only" or len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * 4
     onto_plain = load(base_model(family), tmp_path)
     onto_patched = PeftModel.from_pretrained(patch_model(base_model(family), PLAN), tmp_path)
     for loaded in (onto_plain, onto_patched):
@@ -98,18 +97,6 @@ def test_auto_classes_load_an_adapter_whose_base_is_a_patched_checkpoint(auto_cl
     model = disturb(get_peft_model(base, LoraConfig(task_type="CAUSAL_LM")))
     model.save_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits(auto_class.from_pretrained(tmp_path / "adapter"), batch), logits(model, batch))
-
-
-def test_an_adapter_of_rates_alone_is_a_few_kilobytes(tmp_path):
-    base = AutoModelForCausalLM.from_config(
-        tiny_config("gpt2", num_hidden_layers=12, num_attention_heads=12, hidden_size=24)
-    )
-    model = get_peft_model(base, None, RSAConfig())
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 6_000
-    assert (tmp_path / "adapter_config.json").stat().st_size < 4_000
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert trained == 12 * (1 + 2 * 3)  # μ; ν and θ of three pairs
 
 
 @pytest.mark.parametrize("method", ["lora", "rsa only", "ia3", "ln tuning"])
@@ -228,19 +215,6 @@ def test_gates_and_rates_have_no_weighted_sum(method):
     torch.testing.assert_close(logits(model, batch), logits(patch_model(base_model("gpt2"), PLAN), batch))
 
 
-@pytest.mark.parametrize("method", ["lora", "rsa only"])
-def test_hot_swapping_replaces_the_rates(method, tmp_path):
-    batch = inputs("llama")
-    for seed in (1, 2):
-        trained_adapter("llama", method, seed).save_pretrained(tmp_path / str(seed))
-    model = load(base_model("llama"), tmp_path / "1")
-    first = logits(model, batch)
-    hotswap_adapter(model, str(tmp_path / "2"), adapter_name="default")
-    fresh = load(base_model("llama"), tmp_path / "2")
-    assert torch.equal(logits(model, batch), logits(fresh, batch))
-    assert (first - logits(model, batch)).abs().max() > 0.01
-
-
 def test_reports_and_parameter_groups_see_through_the_wrapper():
     model = trained_adapter("gpt2")
     model.add_adapter("second", with_rsa(LoraConfig()))
@@ -289,10 +263,6 @@ def test_a_failure_in_peft_leaves_the_model_unchanged():
     keys = list(model.state_dict())
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         get_peft_model(model, LoraConfig(target_modules=["no_such_layer"]))
-    with pytest.raises(
-        ValueError, match="object has no modules_to_save.*None for an adapter of gates and rates alone"
-    ):
-        get_peft_model(model, object())
     assert list(model.state_dict()) == keys
     assert not is_patched(model)
     assert not hasattr(model.config, "rsa")
@@ -304,12 +274,3 @@ def test_a_new_head_is_trained_with_the_rates():
     names = [name.split(".modules_to_save.")[0] for name, p in model.named_parameters() if p.requires_grad]
     trained = {name.rsplit(".", 1)[-1] for name in names}
     assert trained == {"rsa", "classifier"}
-
-
-def test_a_pushed_adapter_loads(hub, tmp_path):
-    model, batch = trained_adapter("gpt2"), inputs("gpt2")
-    model.push_to_hub(f"{USER}/adapter")
-    for name, content in hub.files(f"{USER}/adapter").items():
-        (tmp_path / name).write_bytes(content)
-    assert torch.equal(logits(load(base_model("gpt2"), tmp_path), batch), logits(model, batch))
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"].startswith("rsa_hf (")
