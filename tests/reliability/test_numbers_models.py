@@ -138,22 +138,6 @@ def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attenti
     note(Part.NUMBERS, f"{family}, {attention}, {stored} gates and rates: {name}", outcomes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_empty_batches_give_what_the_plain_model_gives(family, shape):
-    plain, ids = model_of(family), torch.zeros(shape, dtype=torch.long)
-    model = patched(copy.deepcopy(plain))
-    try:
-        expected = plain(input_ids=ids).last_hidden_state
-    except Exception as error:
-        with pytest.raises(type(error)):
-            model(input_ids=ids)
-        return
-    found = model(input_ids=ids).last_hidden_state
-    assert found.shape == expected.shape
-    found.sum().backward()
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_position_ids_that_make_every_token_a_document_warn(family, rows):
