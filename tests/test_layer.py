@@ -37,14 +37,6 @@ def test_parameters_start_where_the_plan_says():
     assert all(p.dim() == 1 for p in heads.parameters())
 
 
-@pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_parameter_scale_changes_stored_values_but_not_rates(scale):
-    plain, scaled = make(parameter_scale=1.0), make(parameter_scale=scale)
-    for name, rate in plain.rates().items():
-        torch.testing.assert_close(scaled.rates()[name], rate)
-    torch.testing.assert_close(scaled.mu * scale, plain.mu)
-
-
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16)])
 def test_parameters_stay_float32_when_the_model_is_cast(cast):
     heads = make()

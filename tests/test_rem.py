@@ -39,13 +39,6 @@ def test_dilation_is_a_kronecker_product(d):
     torch.testing.assert_close(dilated, expected)
 
 
-def test_unmasked_is_masked_plus_its_transpose():
-    masked = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, [1, 2, 3], query_length=9)
-    unmasked = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, [1, 2, 3], query_length=9, causal=False)
-    torch.testing.assert_close(unmasked, masked + masked.transpose(-1, -2))
-    assert torch.count_nonzero(unmasked.diagonal(dim1=-2, dim2=-1)) == 0
-
-
 def test_queries_are_the_last_positions_unless_an_offset_is_given():
     whole = rem_matrix("cos", 0.9, 0.5, query_length=12)
     torch.testing.assert_close(rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12), whole[:, 7:])

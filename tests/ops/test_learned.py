@@ -54,11 +54,15 @@ def test_gradients_of_the_parameters_agree_with_dense_p(config, value_heads, cau
     assert relative_error(output, equation_4(heads, attention, value, causal=causal, changes=scaled)) > 1e-3
 
 
+@pytest.mark.parametrize("queries", [T, 1])
 @pytest.mark.usefixtures("backend")
-def test_a_shut_gate_passes_nothing_back_to_rates():
+def test_a_shut_gate_changes_no_bit_and_passes_nothing_back_to_rates(queries):
     heads = layer(RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=-math.inf))
-    attention, value = torch.randn(1, T, H, D, device=device()), torch.randn(1, H, T, D, device=device())
-    output = heads(attention, value, AttentionMask(T, T, 0, True))
+    attention, value = torch.randn(1, queries, H, D, device=device()), torch.randn(1, H, T, D, device=device())
+    mask = AttentionMask(queries, T, T - queries, True)
+    with torch.no_grad():
+        assert torch.equal(heads(attention, value, mask), attention)
+    output = heads(attention, value, mask)
     assert torch.equal(output, attention)
     output.square().sum().backward()
     assert all(bool((parameter.grad == 0).all()) for parameter in heads.parameters())

@@ -8,7 +8,6 @@ from rsa_hf import RSAConfig, rem_product
 from rsa_hf.children import attach_heads
 from rsa_hf.ops.cpp.build import library
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.read_mask import read_attention_mask
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -22,15 +21,6 @@ def test_queries_without_keys_are_an_error(T, S, offset, causal):
 def test_memory_that_nobody_has_written_is_caught(monkeypatch):
     monkeypatch.setattr(AttentionMask, "__post_init__", lambda self: None)
     assert not rem_product(torch.randn(2, 4, 19, 3), "cos", 0.9, query_length=20).isfinite().all()
-
-
-@pytest.mark.parametrize("mask", [None, torch.ones(2, 1, 9, 5, dtype=torch.bool), torch.zeros(2, 1, 1, 5)])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("aligned_top_left", [True, False])
-def test_a_call_with_more_queries_than_keys_is_an_error(mask, causal, aligned_top_left):
-    query, key = torch.randn(2, 4, 9, 3), torch.randn(2, 4, 5, 3)
-    with pytest.raises(ValueError, match=r"query_length=9.*key_length=5.*self-attention"):
-        read_attention_mask(query, key, mask, causal=causal, aligned_top_left=aligned_top_left)
 
 
 @pytest.mark.parametrize("family", families.ENCODER_DECODERS)

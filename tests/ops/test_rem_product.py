@@ -39,11 +39,6 @@ def test_keys_before_the_queries_count(T, S):
     assert_agrees(draw(T, S), query_length=T)
 
 
-@both_directions
-def test_any_visible_mask_is_followed(causal):
-    assert_agrees(draw(21), causal=causal, visible=torch.rand(2, 1, 21, 21) < 0.6)
-
-
 @pytest.mark.parametrize("window", [None, 30])
 def test_half_precision_and_autocast_are_computed_in_float32(window, cpu_backend):
     exact = draw(200)

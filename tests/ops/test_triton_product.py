@@ -41,17 +41,3 @@ def test_half_precision_loses_no_digits_of_the_weights():
     exact = dense_rem_product(exact_value, KINDS, exact_decay, exact_theta, (1, 1, 1))
     assert found.dtype == torch.float32
     assert relative_error(found.cpu(), exact) < 2e-5
-
-
-def test_windows_and_visible_masks_use_plain_pytorch(monkeypatch):
-    def refuse(*arguments):
-        raise AssertionError("the kernels were called")
-
-    monkeypatch.setattr(launch, "triton_forward", refuse)
-    value, decay, theta, *_ = (tensor.detach() for tensor in draw(20))
-    expected = rem_product(
-        value, KINDS, decay, theta, sliding_window=20, visible=torch.ones(1, 1, 20, 20).bool().tril().to(device())
-    )
-    assert torch.allclose(rem_product(value, KINDS, decay, theta, sliding_window=20), expected, atol=1e-5)
-    with pytest.raises(AssertionError, match="called"):
-        rem_product(value, KINDS, decay, theta)
