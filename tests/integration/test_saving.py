@@ -144,8 +144,6 @@ LOCKS = ("rsa", "attn_implementation", "fusion_config")
         (lambda c: [c.pop(key) for key in LOCKS], "in the checkpoint, but not in the plan"),
         (lambda c: c["rsa"]["plan"].update(num_regular=2), "eta has shape"),
         (lambda c: c["rsa"]["plan"].update(depth=1), "unknown RSA setting 'depth'"),
-        (lambda c: c["rsa"]["plan"].update(num_regular=10**12), "num_regular=1000000000000: a whole number"),
-        (lambda c: c["rsa"]["plan"].update(gate_init="__import__('os')"), "a number from"),
         (lambda c: c["rsa"].update(format_version=4), "format_version 4.*newer"),
         (lambda c: c["rsa"].pop("modules"), "needed: format_version, modules, plan"),
         (
@@ -153,8 +151,6 @@ LOCKS = ("rsa", "attn_implementation", "fusion_config")
             "7.attention.self, which this Roberta",
         ),
         (lambda c: c["rsa"].update(modules=["__class__"]), "module name"),
-        (lambda c: c["rsa"].update(modules=["nowhere"] * 2), "more than once"),
-        (lambda c: c.update(rsa=[1]), "config.rsa is a mapping"),
         (lambda c: c.update(num_hidden_layers=1), "layer.1.attention.self, which this RobertaModel does not"),
     ],
 )
