@@ -1,4 +1,4 @@
-"""Transformer-XL against transformers 4, loops and the published sizes; its memory."""
+"""Transformer-XL against transformers 4 and against loops."""
 
 import math
 from functools import partial
@@ -97,16 +97,3 @@ def test_a_layer_agrees_with_the_papers_equation(attention, window, clamp):
         assert relative_error(found[name], value) <= 1e-5, name
     # The control: a memory that is one token too short.
     assert relative_error(found["output"], written_out(module, hidden, memory[:, :-1], window, clamp).detach()) > 1e-2
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_zero_memory_is_a_window_of_visible_zeros_before_the_text():
-    """As in transformers 4, where a text with `same_length` starts with a memory of zeros."""
-    model, tokens = build(rsa={}, mem_len=7, same_length=True, zero_memory=True), text()
-    zeros = (torch.zeros(2, 7, 32),) * 2
-    assert torch.equal(model(tokens, mems=zeros).logits, model(tokens).logits)
-    model.config.zero_memory = False
-    assert difference(model(tokens, mems=zeros).logits, model(tokens).logits) > 1e-3

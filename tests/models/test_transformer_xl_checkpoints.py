@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from models import tiny
 from models.tiny import BANDS, in_segments, text
 from rsa_hf import RSAConfig, patch_model
-from rsa_hf.models.transformer_xl import TransformerXLConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 build = partial(tiny.build, "transfo-xl")
@@ -25,16 +24,6 @@ LAYOUTS = {
     "tables": BANDS,
     "tables_untied": {**BANDS, "proj_share_all_but_first": False, "tie_word_embeddings": False, "pre_lnorm": True},
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tied_weights_are_one_parameter(layout):
-    model = build(**LAYOUTS[layout])
-    tied = model.all_tied_weights_keys
-    for target, source in tied.items():
-        assert model.get_parameter(target) is model.get_parameter(source)
-    # The embeddings of each table; with tied projections, also those of each band except the first.
-    assert len(tied) == {"plain": 1, "one_table": 1, "one_table_projected": 4, "tables": 7, "tables_untied": 0}[layout]
 
 
 @pytest.mark.parametrize("layout", ["one_table", "plain", "tables"])
@@ -134,13 +123,6 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path):
         for token in (4, 11, 17, 25):
             expected = log_probability_of_the_original(loaded, state, hidden, token)
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
-
-
-def test_configs_of_transformers_4_have_zero_memory(tmp_path):
-    assert not TransformerXLConfig().zero_memory
-    assert TransformerXLConfig.from_pretrained(GOLDEN / "tables").zero_memory
-    TransformerXLConfig().save_pretrained(tmp_path)
-    assert not TransformerXLConfig.from_pretrained(tmp_path).zero_memory
 
 
 def test_a_resized_vocabulary_stays_tied():
