@@ -8,7 +8,6 @@ import torch
 from models import tiny
 from models.tiny import WINDOW, attention_by_hand, text, values_and_gradients
 from references import relative_error
-from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 build = partial(tiny.build, "block-recurrent")
 H, D = 8, 4
@@ -121,14 +120,3 @@ def test_the_initialisation_is_the_published_one():
     gates = build(gate="lstm", d_model=256, d_head=32).model.layers[1].attn.states.attn_gate.gates
     assert float(gates.weight.detach().std()) == pytest.approx((0.1 / 512) ** 0.5, rel=0.15)
     assert float(gates.bias.detach().std()) == pytest.approx(0.1, rel=0.2)
-
-
-def test_rsa_heads_go_on_all_layers_except_recurrent_ones():
-    model = build(n_layer=5, recurrent_layers=[0, 3])
-    keys = set(model.state_dict())
-    patch_model(model, RSAConfig(num_cyclical_pairs=2))
-    assert model.config.rsa["modules"] == ["layers.1.attn", "layers.2.attn", "layers.4.attn"]
-    assert not any(hasattr(model.model.layers[i].attn, "rsa") for i in (0, 3))
-    assert set(unpatch_model(model).state_dict()) == keys
-    with pytest.raises(ValueError, match="no attention that can be patched"):
-        patch_model(build(n_layer=1, recurrent_layers=[0]), RSAConfig(num_cyclical_pairs=2))
