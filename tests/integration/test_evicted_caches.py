@@ -6,9 +6,8 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCa
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
-from families import FULL_PLAN, WINDOWED, patched, tiny_config, tokens, widen
+from families import FULL_PLAN, patched, tiny_config, tokens, widen
 from rsa_hf import patch_model, unpatch_model
-from texts import CACHES, PIECES, difference, padded_batch
 
 LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
 REFUSED = "position 8.*slot 5.*dropped keys.*unpatch_model"
@@ -63,19 +62,6 @@ def test_positions_beyond_the_slots_of_a_static_cache_are_refused(monkeypatch):
         run()
     monkeypatch.setattr(hooks, "require_all_keys", by_lengths_alone)
     run()  # nothing is raised: there are more slots than positions
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", WINDOWED)
-@torch.no_grad()
-def test_caches_that_keep_what_attention_sees_are_right(family, cache, monkeypatch):
-    """Windows drop the keys before them; rows have left padding."""
-    model, batch = patched(family), padded_batch()
-    assert difference(model, batch, PIECES["cached"], CACHES[cache](model)) < 1e-4
-    # The control judges the caches of windows too.
-    monkeypatch.setattr(hooks, "cached_positions", lambda module, keywords: keywords["position_ids"])
-    with pytest.raises(ValueError, match="dropped keys"):
-        difference(model, batch, PIECES["cached"], CACHES[cache](model))
 
 
 def qwen2_vl():

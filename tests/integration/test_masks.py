@@ -154,15 +154,6 @@ def test_packed_documents_and_windows_are_exact_and_linear(lengths, before, wind
     assert relative_error(found.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]) < 1e-6
 
 
-def test_a_mask_may_end_before_the_static_cache():
-    # Three queries at the end of five tokens, one of which is padding in one row; two slots are empty.
-    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    attention_mask = call(3, 7, mask, aligned_top_left=False)
-    visible = visible_keys(3, 7, query_offset=2, key_mask=torch.nn.functional.pad(mask, (0, 2)))
-    value = torch.randn(2, 3, 7, 2, dtype=torch.float64)
-    assert relative_error(product(attention_mask, value), expected_product(value, 3, 2, True, visible)) < 1e-6
-
-
 def test_a_position_bias_hides_no_key():
     bias = torch.randn(1, 3, 5, 5) * 50
     mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
@@ -172,12 +163,8 @@ def test_a_position_bias_hides_no_key():
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_mask_or_positions_that_change_in_place_are_read_anew(inference):
+def test_positions_that_change_in_place_are_read_anew(inference):
     with torch.inference_mode(inference):  # where there is no version counter
-        mask = torch.ones(2, 1, 5, 5).tril().bool()
-        assert call(5, 5, mask).key_mask is None
-        mask[0, 0, :, 0] = False
-        assert call(5, 5, mask).key_mask is not None
         query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
         assert flash_document_ids(query, query, {"position_ids": positions}).tolist() == [[1, 1, 2, 2, 2]]
         positions[0, 2:] += 2  # one document now
