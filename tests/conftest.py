@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import huggingface_hub
+import torch.distributed
 import transformers.utils.hub
 from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -46,6 +47,14 @@ transformers.logging.disable_progress_bar()
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -144,7 +153,7 @@ def hub(monkeypatch, tmp_path):
         assert hub.unknown == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokenizer():
     """A tokenizer with a token for each word w4, w5, …, as many as the models of families.py have."""
     words = ["[PAD]", "<s>", "</s>", "[UNK]", *(f"w{i}" for i in range(4, VOCAB))]

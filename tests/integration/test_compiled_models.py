@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from architectures import ADAPTED, build_adapted
-from families import ATTENTIONS, FULL_PLAN, VOCAB, build
+from families import ATTENTIONS, FULL_PLAN, build, inputs
 from rsa_hf import patch_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -16,14 +16,11 @@ CASES += [pytest.param(n, None, marks=[] if n == "gpt_neo" else pytest.mark.slow
 def test_a_training_step_is_one_graph(name, attention):
     """Through the attention interface, and beside it (`attention` is None)."""
     model = patch_model(build_adapted(name) if attention is None else build(name, attention), FULL_PLAN)
-    inputs = {"input_ids": torch.randint(3, VOCAB, (2, 20))}
-    if name != "xlnet_causal":
-        inputs["attention_mask"] = torch.ones(2, 20).long()
-        inputs["attention_mask"][0, :7] = 0
+    batch = inputs(name, length=20, padding=None if name == "xlnet_causal" else 7)
 
     def gradients(forward):
         model.zero_grad()
-        forward(**inputs)[0].square().mean().backward()
+        forward(**batch)[0].square().mean().backward()
         # An unused pooler has no gradient, or, compiled with the rest, one of zeros.
         return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
 

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -17,13 +16,6 @@ from rsa_hf import RSAConfig, patch_model
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
 patched = functools.partial(families.patched, plan=PLAN, make=build)
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # --- attention functions that are not transformers' own -------------------------------------------------------------

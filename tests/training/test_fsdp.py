@@ -1,7 +1,6 @@
 """FSDP2 through Accelerate in two processes, and FSDP1: the gradients of one, and RSA parameters in float32."""
 
 import json
-import logging
 
 import fsdp_run as single
 import pytest
@@ -94,38 +93,7 @@ def test_without_fsdp_shard_rsa_heads_does_nothing():
     assert type(model.model.layers[0].self_attn.rsa) is before
 
 
-@pytest.fixture
-def fresh_log(caplog):
-    """The log, as in a new process: messages that appear once may appear again."""
-    logging.Logger.warning_once.cache_clear()
-    yield caplog
-    logging.Logger.warning_once.cache_clear()
-
-
-def test_rounded_parameters_give_one_warning_that_names_the_public_function(fresh_log, recwarn):
-    model = single.language_model()
-    ids = single.batches()[0]
-    model(ids)
-    assert not fresh_log.records
-    for layer in model.model.layers:
-        layer.self_attn.rsa.mu = torch.nn.Parameter(layer.self_attn.rsa.mu.detach().bfloat16())
-    for _ in range(2):
-        model(ids)
-    [said] = [record.getMessage() for record in fresh_log.records]
-    assert "RSA parameters are torch.bfloat16" in said
-    assert f"rsa_hf.training.{shard_rsa_heads.__name__}(model, accelerator)" in said
-    assert not [warning for warning in recwarn if "RSA" in str(warning.message)]
-
-
 # --- FSDP1 ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_process():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def trained(model, ids):

@@ -5,12 +5,12 @@ import math
 import shutil
 
 import pytest
-import torch
 from accelerate import Accelerator
 from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, trained_weights, write_data
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rsa_hf import is_patched, rsa_report
+from small_runs import assert_same_weights
 
 SCRIPTS = {LANGUAGE_MODEL: AutoModelForCausalLM, DEFECTS: AutoModelForSequenceClassification}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -61,17 +61,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
     with pytest.raises(SystemExit):
         run_script(script, data, out, *settings)  # neither to resume nor in a folder of its own
     run_script(script, data, out, *settings, "--resume_from_checkpoint", "latest")
-    assert_equal(trained_weights(out), trained_weights(tmp_path / "whole"))
+    assert_same_weights(trained_weights(out), trained_weights(tmp_path / "whole"))
     # A checkpoint that is named is taken, whatever the newest is; checkpoints that come later are written again.
     shutil.copytree(out, tmp_path / "again")
     run_script(script, data, tmp_path / "again", *settings, "--resume_from_checkpoint", out / "step_7")
-    assert_equal(trained_weights(tmp_path / "again"), trained_weights(out))
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_same_weights(trained_weights(tmp_path / "again"), trained_weights(out))
 
 
 @each_script
@@ -96,4 +90,4 @@ def test_documents_in_json_lines_are_read_as_texts(data, tmp_path, capsys):
         tmp_path / "json",
         *("--max_train_steps", 2, "--text_column_name", "code"),
     )
-    assert_equal(trained_weights(tmp_path / "json"), trained_weights(tmp_path / "text"))
+    assert_same_weights(trained_weights(tmp_path / "json"), trained_weights(tmp_path / "text"))

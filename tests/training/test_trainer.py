@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 import small_runs
-from families import CONFIGS, ENCODERS, FULL_PLAN, VOCAB
+from families import CONFIGS, ENCODERS, FULL_PLAN, inputs
 from peft_adapters import trained_adapter
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 from rsa_hf.children import active_heads
@@ -26,9 +26,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, use_reentrant):
     for module in model.train().modules():
         if isinstance(module, torch.nn.Dropout):
             module.eval()
-    ids, mask = torch.randint(3, VOCAB, (6, 10)), torch.ones(6, 10, dtype=torch.long)
-    mask[0, 6:] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(6) % 2 if family in ENCODERS else ids}
+    batch = inputs(family, batch=6, length=10, padding=4)
+    batch["labels"] = torch.arange(6) % 2 if family in ENCODERS else batch["input_ids"]
 
     def gradients():
         model.zero_grad()
