@@ -83,15 +83,3 @@ def test_words_are_read_as_a_script_a_file_or_a_module(tmp_path, monkeypatch):
     assert rsa_hf.run.command_of(["tool", "-m", "x"]) == [str(script), "-m", "x"]
     assert rsa_hf.run.command_of([str(file), "-a"]) == [sys.executable, str(file), "-a"]
     assert rsa_hf.run.command_of(["-m", "module", "-a"]) == [sys.executable, "-m", "module", "-a"]
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        ([], ValueError, "no program is named"),
-        (["not-installed", "--help"], FileNotFoundError, "no program of this name in .* or on PATH. If a package"),
-    ],
-)
-def test_a_program_that_does_not_exist_is_an_error(words, error, message):
-    with pytest.raises(error, match=message):
-        rsa_hf.run.run(words)

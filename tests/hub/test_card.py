@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from families import CONFIGS, FULL_PLAN, build
 from hub_stand_in import TOKEN
 from launching import run_python
+from models import tiny
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.hub import write_card
-from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLForCausalLM
 
 
 @pytest.fixture
@@ -45,25 +45,18 @@ def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
     assert card.data.datasets == ["Salesforce/wikitext"]
     assert {"rsa_hf", "rsa"} <= set(card.data.tags)
     for part in (
-        'from transformers import GPT2Model\n\nmodel = GPT2Model.from_pretrained("someone/rsa")',
-        str(rsa_report(model)),
         "| | accuracy | loss |\n|---|---|---|\n| test | 0.6123 | 2 |\n| seed 3 | 0.5 |  |\n",
         "![learned decay curves and gates](rsa.png)",
         "* seed: 3",
-        '"dilation": [2, 3, 5]',
-        "@inproceedings{huang2023encoding",
         "train --it <b>",
     ):
         assert part in card.content
     assert (tmp_path / "rsa.png").exists()
 
 
-def transformer_xl():
-    sizes = {"d_model": 16, "n_head": 4, "d_head": 4, "d_inner": 16, "n_layer": 1, "mem_len": 4, "clamp_len": -1}
-    return TransformerXLForCausalLM(TransformerXLConfig(vocab_size=97, cutoffs=[], div_val=1, **sizes))
-
-
-@pytest.mark.parametrize("make", [lambda: build("gpt2"), transformer_xl], ids=["transformers", "ours"])
+@pytest.mark.parametrize(
+    "make", [lambda: build("gpt2"), lambda: tiny.build("transfo-xl")], ids=["transformers", "ours"]
+)
 def test_the_code_on_a_card_loads_the_model(make, tmp_path):
     model = patch_model(make(), RSAConfig(num_regular=1))
     model.save_pretrained(tmp_path)

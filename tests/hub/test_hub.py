@@ -23,16 +23,6 @@ def model():
     return move_rates(patch_model(model, RSAConfig(**FULL_PLAN)))
 
 
-@torch.no_grad()
-def assert_pushed(model):
-    """Check that the repository holds this model; returns the loaded one."""
-    loaded = AutoModelForSequenceClassification.from_pretrained(REPO)
-    batch = inputs("roberta")
-    assert is_patched(loaded)
-    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-    return loaded
-
-
 # --- pushing and loading ------------------------------------------------------------------------------------------
 
 
@@ -40,9 +30,10 @@ def test_a_pushed_model_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     with caplog.at_level(logging.DEBUG):
         model.push_to_hub(REPO)
         tokenizer.push_to_hub(REPO)
-        loaded = assert_pushed(model)
-    text = "w5 w6 w7 w8 w90"
+        loaded = AutoModelForSequenceClassification.from_pretrained(REPO)
+    text, batch = "w5 w6 w7 w8 w90", inputs("roberta")
     with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
         expected = model(**tokenizer(text, return_tensors="pt")).logits[0]
         base = AutoModel.from_pretrained(REPO)(**inputs("roberta"))
     assert base.last_hidden_state.shape[-1] == model.config.hidden_size
@@ -72,16 +63,12 @@ def test_pushing_again_keeps_what_others_wrote(hub, model):
     first = hub.card(REPO)
     edited = first.replace("---\n", "---\nlicense: mit\n", 1).replace("## RSA heads", "## Not ours to keep")
     hub.put(REPO, {**hub.files(REPO), "README.md": f"{edited}\n## Thanks\n\nTo all.\n".encode()})
-    with torch.no_grad():
-        model.roberta.encoder.layer[0].attention.self.rsa.mu.fill_(0.1)
     model.push_to_hub(REPO)
     card = hub.card(REPO)
     assert "license: mit\n" in card
     assert "To all." in card
     assert "Not ours to keep" not in card
     assert card.count(SECTION) == 1
-    assert "0.8808" in card  # σ(0.1 · 20)
-    assert "0.8808" not in first
 
 
 # --- a stranger's checkpoint --------------------------------------------------------------------------------------
