@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from families import FULL_PLAN, build
 from rsa_hf import RSAConfig, param_groups, patch_model
-from rsa_hf.training import optimizer_cls_and_kwargs
+from rsa_hf.training import RSATrainer, optimizer_cls_and_kwargs
 from small_runs import arguments, gpt2
 
 
@@ -55,12 +55,6 @@ def rows():
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trained(args, model=None, **keywords):
-    trainer = Trainer(model, args, train_dataset=rows(), **keywords)
-    trainer.train()
-    return trainer
-
-
 def by_hand(model, batches, **rates):
     """The same run in plain torch, with a linear decay of the rates to 0."""
     optimizer = AdamW(param_groups(model, **rates), fused=True)
@@ -74,9 +68,16 @@ def by_hand(model, batches, **rates):
     return model
 
 
-def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path):
-    args = arguments(tmp_path, train_sampling_strategy="sequential", weight_decay=1.0)
-    trainer = trained(args, gpt2(0.0), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3))
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path, ours):
+    args = arguments(tmp_path, train_sampling_strategy="sequential", weight_decay=1.0, rsa_learning_rate=0.3)
+    if ours:
+        trainer = RSATrainer(model=gpt2(0.0), args=args, train_dataset=rows())
+    else:
+        groups = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
+        trainer = Trainer(gpt2(0.0), args, train_dataset=rows(), optimizer_cls_and_kwargs=groups)
+    trainer.train()
+    assert any("rsa/gate" in record for record in trainer.state.log_history) is ours
     batches = torch.stack([row["input_ids"] for row in rows()]).split(4)
     expected = by_hand(gpt2(0.0), batches, learning_rate=1e-2, weight_decay=1.0, rsa_learning_rate=0.3)
     start = gpt2().state_dict()

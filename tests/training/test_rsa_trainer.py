@@ -4,28 +4,16 @@ import signal
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import get_last_checkpoint
 
 import small_runs
 from rsa_hf import unpatch_model
 from rsa_hf.tasks.defect_detection import _loss
-from rsa_hf.training import newest_whole_checkpoint, optimizer_cls_and_kwargs
+from rsa_hf.training import newest_whole_checkpoint
 from rsa_hf.training.callbacks import DivergedError
-from small_runs import assert_same_weights, classifier, functions, gpt2, texts, trainer
-
-
-def test_it_learns_what_a_trainer_with_our_groups_does(tmp_path):
-    ours = trainer(tmp_path, gpt2(0.0), rsa_learning_rate=0.1, weight_decay=0.1)
-    ours.train()
-    args = small_runs.arguments(tmp_path, weight_decay=0.1)
-    theirs = Trainer(
-        gpt2(0.0), args, train_dataset=texts(20), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, 0.1)
-    )
-    theirs.train()
-    assert_same_weights(ours.model.state_dict(), theirs.model.state_dict())
-    assert any("rsa/gate" in record for record in ours.state.log_history)
+from small_runs import classifier, functions, gpt2, trainer
 
 
 @pytest.mark.parametrize("file", [None, "trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth"])
