@@ -112,7 +112,6 @@ def test_archives_and_tables_are_refused(tmp_path, kind):
     ("returns", "options", "message"),
     [
         (RuntimeError("Dataset scripts are no longer supported, but found name.py"), {}, "owner/name.* no longer"),
-        (ValueError("Config name is missing. Pick one of ['a', 'b']"), {}, "dataset_config_name=None.*'a', 'b'"),
         ({"training": {}, "dev": {}}, {}, "has the splits training, dev, but no 'train'.*train_split_name"),
         ({"train": {}, "valid": {}}, {}, "splits train, valid, but no 'validation'.*validation_split_name"),
         ({"train": {}, "valid": {}}, {"validation_split_name": "dev"}, "splits train, valid, .*validation_split_name"),

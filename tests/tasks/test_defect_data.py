@@ -191,9 +191,3 @@ def test_splits_and_pairs_that_cannot_be_made_are_explained(tmp_path, settings, 
         path.write_text('{"code": "a", "func": 1, "target": 0}\n{"code": "b", "func": "x", "target": 1}')
     with pytest.raises(ValueError, match=message):
         load_defect_data(DefectDataConfig(train_file=str(path), **settings))
-
-
-def test_a_subsample_is_said(tmp_path, capfd):
-    rows = [(f"f{i}", i % 2) for i in range(40)]
-    load_defect_data(config_of(tmp_path, {"train": rows, "test": rows}, max_eval_samples=10, deduplicate=False))
-    assert capfd.readouterr().err == "test: 10 of 40 functions are used (max_eval_samples)\n"

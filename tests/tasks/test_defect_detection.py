@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import matthews_corrcoef
+from sklearn.metrics import f1_score, matthews_corrcoef
 from sklearn.utils.class_weight import compute_class_weight
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -44,19 +44,25 @@ def words(count: int) -> str:
     return " ".join(map(str, range(count)))
 
 
+def words_of(data_folder, output, model=None, **settings):
+    """The command line of a run of a new BERT with RoBERTa's tokenizer."""
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 50265, **(model or {})}
+    shared = {"model_type": "bert", "config_overrides": json.dumps(sizes), "output_dir": output, "max_steps": 1}
+    shared |= {"tokenizer_name": data_folder / "tokenizers" / "roberta", "use_cpu": True, "report_to": "none"}
+    return [f"--{key}={value}" for key, value in (shared | settings).items()]
+
+
 def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_path):
     """By the arithmetic of its evaluator: lines of `idx` and class, against the functions of the test split."""
-    output, keys = tmp_path / "run", {"max_seq_length": 32, "max_steps": 1, "use_cpu": True}
+    output, settings = tmp_path / "run", {"max_seq_length": 32, "per_device_eval_batch_size": 64}
     for split, name, size in (("train", "train", 64), ("validation", "valid", 64), ("test", "test", 400)):
-        keys[f"{split}_file"] = path = tmp_path / f"{name}.jsonl"
+        settings[f"{split}_file"] = path = tmp_path / f"{name}.jsonl"
         with lzma.open(devign_folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
             path.write_text("".join(islice(lines, size)), encoding="utf-8")
     answers = {row["idx"]: row["target"] for row in map(json.loads, path.read_text().splitlines())}
-    model = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "vocab_size": 50265}
-    model["initializer_range"] = 0.5  # so that both classes are predicted
-    keys |= {"model_type": "bert", "config_overrides": json.dumps(model), "output_dir": output, "report_to": "none"}
-    keys |= {"tokenizer_name": data_folder / "tokenizers" / "roberta", "per_device_eval_batch_size": 64}
-    arguments = [f"--{key}={value}" for key, value in keys.items()]
+    # Its weights are so large that both classes are predicted.
+    model = {"hidden_size": 48, "intermediate_size": 48, "initializer_range": 0.5}
+    arguments = words_of(data_folder, output, model, **settings)
     main(arguments)
     scores = json.loads((output / "all_results.json").read_text())
     lines = (output / "predictions.txt").read_text().splitlines()
@@ -67,6 +73,15 @@ def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_p
     # In another order, it is another.
     in_order = zip(predictions.values(), map(answers.get, sorted(answers)), strict=True)
     assert sum(prediction == answer for prediction, answer in in_order) / 400 != scores["test_accuracy"]
+    # The other scores follow from `predictions.jsonl` alone.
+    rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
+    targets, probabilities = (np.array(x) for x in zip(*((answers[r["idx"]], r["score"]) for r in rows), strict=True))
+    for at, classes in (("", probabilities > 0.5), ("_at_threshold", [row["label"] == "defective" for row in rows])):
+        assert scores[f"test_f1{at}"] == pytest.approx(f1_score(targets, classes))
+        assert scores[f"test_predicted_positive_share{at}"] == np.mean(classes)
+    clean = np.sort(probabilities[targets == 0])[::-1]
+    threshold = clean[int(0.005 * len(clean))]  # one more above it would be more than 0.5 %
+    assert scores["test_vd_score"] == pytest.approx(np.mean(probabilities[targets == 1] <= threshold))
     # The saved model has the same scores, at the threshold and length of its run.
     files = [word for word in arguments if "_file=" in word]
     again = evaluate(str(output), "validation", files)
@@ -95,61 +110,22 @@ def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_p
 
 
 def test_a_run_reports_pairs_and_says_when_all_answers_are_one(tmp_path, data_folder, capsys):
-    keys = {"model_type": "bert", "max_seq_length": 16, "max_steps": 1, "use_cpu": True, "report_to": "none"}
-    model = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 50265}
-    keys |= {"config_overrides": json.dumps(model), "tokenizer_name": data_folder / "tokenizers" / "roberta"}
-    keys |= {"max_train_samples": 40, "max_eval_samples": 20, "max_characters": 100, "learning_rate": 0, "rsa": "none"}
-    main([f"--{key}={value}" for key, value in (keys | {"output_dir": tmp_path / "run"}).items()])
+    settings = {"max_train_samples": 40, "max_eval_samples": 20, "max_characters": 100, "max_seq_length": 16}
+    main(words_of(data_folder, tmp_path / "run", **settings, learning_rate=0, rsa="none"))
     scores = json.loads((tmp_path / "run" / "all_results.json").read_text())
     rates = [scores[f"test_pair_{name}"] for name in ("correct", "vulnerable", "benign", "reversed")]
     assert sum(rates) == pytest.approx(1)
-    lines = capsys.readouterr().out.splitlines()
-    of_pairs, words = ([line for line in lines if line.startswith(start)] for start in ("pairs of test", "counts of"))
-    assert f"told apart {rates[0]:.2%}" in of_pairs[0] and f"reversed {rates[3]:.2%}" in of_pairs[0]
-    assert len(words) == 4  # in the audit and in the table, of validation and test
     share = scores["test_predicted_positive_share"]
-    assert any("WARNING: all functions of test" in line for line in lines) is (share in (0, 1))
-
-
-def test_scores_with_one_percent_of_positives_by_hand(tmp_path, data_folder):
-    """F1 and VD-S from `predictions.jsonl` alone, and the file for CodeXGLUE's evaluator."""
-    keys = {"model_type": "bert", "max_seq_length": 16, "max_steps": 4, "use_cpu": True, "report_to": "none"}
-    model = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 50265}
-    keys |= {"config_overrides": json.dumps(model), "tokenizer_name": data_folder / "tokenizers" / "roberta"}
-    targets = [int(i % 100 == 7) for i in range(400)]
-    for split in ("train", "validation", "test"):
-        keys[f"{split}_file"] = path = tmp_path / f"{split}.csv"
-        rows = [[f"int {split}{i}() {{ gets(a{i * i % 7}); }}", target] for i, target in enumerate(targets)]
-        path.write_text("code,label\n" + "".join(f"{func},{target}\n" for func, target in rows))
-    main([f"--{key}={value}" for key, value in (keys | {"output_dir": tmp_path / "run"}).items()])
-    scores = json.loads((tmp_path / "run" / "all_results.json").read_text())
-    found = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
-    assert [row["idx"] for row in found] == [*range(400)]
-    for at, classes in (
-        ("", [row["score"] > 0.5 for row in found]),
-        ("_at_threshold", [row["label"] == "defective" for row in found]),
-    ):
-        right = sum(called and target for called, target in zip(classes, targets, strict=True))
-        wrong = sum(classes) - right
-        f1 = 2 * right / (2 * right + wrong + 4 - right) if right else 0
-        assert scores[f"test_f1{at}"] == pytest.approx(f1)
-        assert scores[f"test_predicted_positive_share{at}"] == sum(classes) / 400
-    clean = sorted((row["score"] for row, target in zip(found, targets, strict=True) if not target), reverse=True)
-    threshold = clean[1]  # 1 of 396 clean functions may be above it, 2 are more than 0.5 %
-    missed = sum(row["score"] <= threshold for row, target in zip(found, targets, strict=True) if target)
-    assert scores["test_vd_score"] == missed / 4
-    lines = [f"{row['idx']}\t{int(row['score'] > 0.5)}" for row in found]
-    assert (tmp_path / "run" / "predictions.txt").read_text().splitlines() == lines
+    assert ("WARNING: all functions of test" in capsys.readouterr().out) is (share in (0, 1))
 
 
 def test_validation_without_one_class_is_refused(tmp_path, data_folder):
-    keys = {"model_type": "bert", "tokenizer_name": data_folder / "tokenizers" / "roberta", "max_seq_length": 16}
+    files = {}
     for split, targets in (("train", (0, 1)), ("validation", (0, 0))):
-        keys[f"{split}_file"] = path = tmp_path / f"{split}.jsonl"
+        files[f"{split}_file"] = path = tmp_path / f"{split}.jsonl"
         path.write_text("\n".join(json.dumps({"func": f"{split}{i}", "target": t}) for i, t in enumerate(targets)))
-    keys |= {"output_dir": tmp_path / "run", "config_overrides": '{"vocab_size": 50265, "num_hidden_layers": 1}'}
     with pytest.raises(ValueError, match="no validation split of both classes.*split_by"):
-        main([f"--{key}={value}" for key, value in keys.items()])
+        main(words_of(data_folder, tmp_path / "run", **files))
 
 
 @pytest.mark.parametrize("cutting", ["truncate", "chunk"])

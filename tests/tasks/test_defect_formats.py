@@ -8,7 +8,7 @@ import lzma
 import datasets
 import pytest
 
-from rsa_hf.tasks import DefectDataConfig, load_defect_data
+from rsa_hf.tasks import DefectDataConfig
 from rsa_hf.tasks.data_files import read_table
 from rsa_hf.tasks.defect_data import read_examples
 
@@ -137,10 +137,3 @@ def test_bad_tables_end_in_one_line_that_names_the_file(data, message, tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         read(path, text_column_name="body")
     assert str(path) in str(error.value)
-
-
-def test_an_empty_file_is_an_empty_split(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="the train split is empty"):
-        load_defect_data(DefectDataConfig(train_file=str(path)))

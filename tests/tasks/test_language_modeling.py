@@ -69,16 +69,12 @@ def test_evaluation_equals_a_loop_over_tokens(gpt2, text, block_size, stride, le
 
 
 @torch.no_grad()
-def test_wrong_evaluations_are_caught(gpt2, text):
+def test_a_mean_of_means_is_caught(gpt2, text):
     text, block_size = text[:70], 16
     expected = nll_token_by_token(gpt2, text, block_size, block_size - 1) / (len(text) - 1)
     blocks = byte_blocks(text, block_size)
     losses = [float(gpt2(**{key: value[None] for key, value in block.items()}).loss) for block in blocks]
     assert sum(losses) / len(losses) != pytest.approx(expected, rel=1e-3)  # a mean of means
-    # With this stride, the first token of each block is not scored.
-    unscored = evaluate_language_model(gpt2, byte_blocks(text, block_size, block_size), batch_size=2)
-    assert unscored["num_tokens"] != len(text) - 1
-    assert unscored["loss_nats_per_token"] != pytest.approx(expected, rel=1e-3)
 
 
 def test_half_precision_logits_are_summed_in_full_precision(text):
