@@ -64,14 +64,6 @@ def test_a_new_length_does_not_recompile():
     assert len(graphs) == 1
 
 
-def test_an_exported_product_takes_other_lengths():
-    tensors = tuple(tensor.detach() for tensor in draw(50))
-    length = torch.export.Dim("length", min=33, max=4096)
-    program = torch.export.export(Product(), tensors, dynamic_shapes=({2: length}, None, None))
-    longer = tuple(tensor.detach() for tensor in draw(211))
-    assert torch.equal(program.module()(*longer), Product()(*longer))
-
-
 @pytest.mark.parametrize("mixed", [True, False])
 def test_the_operator_passes_the_checks_of_torch_library(mixed):
     # They cover the schema, fake tensors, the autograd registration and AOT dispatch.

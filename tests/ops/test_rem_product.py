@@ -34,11 +34,6 @@ def test_texts_of_many_chunks_agree_with_the_recurrent_network():
     assert_agrees(draw(4500, B=1, D=4), recurrent_rem_product)
 
 
-@pytest.mark.parametrize(("T", "S"), [(1, 2), (1, 77), (1, 300), (5, 6), (13, 90), (64, 130), (100, 171), (7, 9)])
-def test_keys_before_the_queries_count(T, S):
-    assert_agrees(draw(T, S), query_length=T)
-
-
 @pytest.mark.parametrize("window", [None, 30])
 def test_half_precision_and_autocast_are_computed_in_float32(window, cpu_backend):
     exact = draw(200)

@@ -113,16 +113,6 @@ def test_a_few_queries_agree_with_dense_p(causal):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.usefixtures("backend")
-def test_keys_beyond_the_reach_of_a_head_are_left_out():
-    heads = RSAHeads(RSAConfig(heads=[HeadConfig(0, 0, "cos", 0.5, 0.7)]).layer_specs([1])[0])
-    attention, value = torch.zeros(1, 1, 1, 2, device=device()), torch.ones(1, 1, 5000, 2, device=device())
-    expected = expected_step(heads, attention.cpu(), value.cpu(), 4999)
-    torch.testing.assert_close(
-        step(heads.to(device()), attention, value).cpu(), expected.float(), rtol=1e-6, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("places", [tuple(range(6)), (1, 2, 4, 6, 7, 9)])
 def test_a_compiled_step_in_half_precision_agrees(places):
     _, decay, theta = (tensor.detach() for tensor in draw(1))
