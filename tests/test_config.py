@@ -123,9 +123,7 @@ def test_named_heads_may_share_a_rate_and_a_gate():
     [
         # values that no field takes
         ({"dilation": 0}, "dilation=0: a whole number from 1"),
-        ({"dilation": [[1]]}, r"dilation=\[1\]"),
         ({"num_regular": True}, "num_regular=True"),
-        ({"num_regular": 10**9}, "from 0 to 4096"),
         ({"gate_init": math.nan}, "gate_init=nan"),
         ({"nu_init": -math.inf}, "nu_init=-inf"),
         ({"nu_init": (1,)}, "nu_init=.*two ends"),
@@ -142,7 +140,6 @@ def test_named_heads_may_share_a_rate_and_a_gate():
         ({"heads": [{"layer": 1, "head": 0, "kind": "cos"}]}, "missing 2 required .* 'decay' and 'gate'"),
         ({"heads": [{**HEAD, "kind": "tan"}]}, "kind='tan': one of regular, cos, sin"),
         ({"heads": [{**HEAD, "decay": -0.5}]}, "decay=-0.5: a number between 0 and 1, for a cos head"),
-        ({"heads": [{**HEAD, "decay": math.nan}]}, "decay=nan"),
         ({"heads": [{**HEAD, "gate": 1.5}]}, "gate=1.5: a number from 0 to 1"),
         # free lags
         ({"heads": [{**HEAD, "free_lags": [1.0]}], "num_free_lags": 2}, "free_lags=.*: None, or 2 numbers"),

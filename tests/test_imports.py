@@ -1,4 +1,4 @@
-"""Each part of the package imports only from parts below it, in functions too, and the wheel holds the package alone."""
+"""Each part of the package imports only from parts below it; what it requires; the wheel holds the package alone."""
 
 import ast
 import graphlib
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rsa_hf
+from rsa_hf.integration import TRANSFORMERS_RANGE
 
 PACKAGE = Path(rsa_hf.__file__).parent
 
@@ -88,6 +89,8 @@ def test_every_imported_package_is_a_requirement():
     assert {"torch", "transformers", "yaml"} <= packages
     distributions = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
     assert {distributions.get(each, each.lower().replace("_", "-")) for each in packages} <= required
+    lowest, above = TRANSFORMERS_RANGE
+    assert f'"transformers>={lowest},<{above}"' in lists
 
 
 def test_imports_in_functions_and_for_type_checks_are_told_apart(tmp_path):

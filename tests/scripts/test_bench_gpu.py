@@ -18,29 +18,6 @@ def bench(monkeypatch):
     return importlib.import_module("bench_gpu")
 
 
-def empty(**changes):
-    head = {"processor": "p", "gpu": "g", "torch": "t", "triton": "t", "transformers": "t", "commit": "c"}
-    return {"command": "x", "dry": False, "machine": head, "rounds": 3, "equality": {"": 0.5}, "rows": {}, **changes}
-
-
-def test_a_row_that_fails_loses_no_other(bench, tmp_path):
-    def fail(bench):
-        raise RuntimeError("out of memory")
-
-    rows = [bench.Row("first", "", "", fail), bench.Row("second", "", "", lambda bench: {"value": 2.0})]
-    record = empty()
-    bench.run(record, bench.Bench(bench.DrySizes(), bench.torch.device("cpu")), rows, tmp_path, 60)
-    written = json.loads((tmp_path / "bench_gpu.json").read_text())["rows"]
-    assert written["first"]["error"] == "RuntimeError: out of memory"
-    assert written["second"]["found"] == {"value": 2.0}
-    # Without time left, nothing is begun, and what an earlier run found stays, with its card.
-    earlier = bench.earlier_rows(tmp_path / "bench_gpu.json", rows[1:])
-    record = empty(rows=earlier, machine={"gpu": "another"})
-    bench.run(record, bench.Bench(bench.DrySizes(), bench.torch.device("cpu")), rows, tmp_path, -1)
-    assert record["rows"] == {"second": {**earlier["second"], "machine": empty()["machine"]}}
-    assert record["rows"]["second"]["found"] == {"value": 2.0}
-
-
 def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
     monkeypatch.setattr("rsa_hf.ops.autograd.REQUESTED", "triton")
     original = bench.solve
