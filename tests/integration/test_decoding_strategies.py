@@ -19,9 +19,7 @@ from families import (
     patched,
     widen,
 )
-from references import equation_4
 from rsa_hf import patch_model, unpatch_model
-from rsa_hf.layer import RSAHeads
 from texts import CACHES, PIECES, difference, padded, padded_batch, positions, uncached
 
 LENGTH, STEPS = 11, 9
@@ -130,40 +128,6 @@ def test_beam_search_scores_a_text_as_an_uncached_forward_does(family, cache, mo
     assert torch.equal(model.generate(**inputs, **arguments), plain)
     break_mask(monkeypatch, forgets_the_offset)
     assert gap() > 1e-3
-
-
-@pytest.mark.parametrize("family", DECODERS)
-@torch.no_grad()
-def test_attention_and_recurrence_read_the_same_quantized_values(family, monkeypatch):
-    model, inputs = patched(family), prompt(1)
-    inputs = {name: tensor[:, 3:] for name, tensor in inputs.items()}
-    quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
-
-    def logits():
-        forced = torch.arange(3, 3 + STEPS)
-
-        def force(batch, ids):
-            return [int(forced[len(ids) - 8])]
-
-        out = model.generate(
-            **inputs, **GREEDY, **quantized, prefix_allowed_tokens_fn=force, output_logits=True,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        return torch.stack(out.logits, 1)
-
-    found = logits()
-    exact = model(torch.cat([inputs["input_ids"], torch.arange(3, 3 + STEPS)[None]], 1)).logits[:, -STEPS - 1 : -1]
-    assert 1e-4 < float((found - exact).abs().max()) < 1, "the cache does round"
-    with monkeypatch.context() as patch:
-        patch.setattr(RSAHeads, "forward", explicit)
-        torch.testing.assert_close(logits(), found, rtol=1e-4, atol=1e-4)
-    break_mask(monkeypatch, forgets_the_offset)
-    assert float((logits() - found).abs().max()) > 1e-2
-
-
-def explicit(self, attention, value, mask):
-    """RSA by the explicit P, for queries that are the last of the keys."""
-    return equation_4(self, attention, value)
 
 
 @pytest.mark.parametrize("family", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)])
