@@ -125,5 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_error(ValueError, OSError):
+    with exit_on_error():
         main()

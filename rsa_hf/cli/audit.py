@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, install_hooks, task_module, user_input
+from rsa_hf.cli.common import help_with_keys, install_hooks, task_module
 
 
 def _keys() -> None:
@@ -29,12 +29,11 @@ def audit(
     Example: rsa-hf audit --train_file train.jsonl --validation_file valid.jsonl --test_file test.jsonl
     """
     install_hooks()
-    with user_input():
-        from rsa_hf.tasks import format_audit
-        from rsa_hf.utils.files import write_text
-        from rsa_hf.utils.text import finite_or_null
+    from rsa_hf.tasks import format_audit
+    from rsa_hf.utils.files import write_text
+    from rsa_hf.utils.text import finite_or_null
 
-        report = task_module("defect").audit_data(context.args)
-        print(format_audit(report))
-        if output is not None:
-            write_text(Path(output), json.dumps(finite_or_null(report), indent=2) + "\n")
+    report = task_module("defect").audit_data(context.args)
+    print(format_audit(report))
+    if output is not None:
+        write_text(Path(output), json.dumps(finite_or_null(report), indent=2) + "\n")

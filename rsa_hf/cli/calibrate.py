@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, task_module, user_input
+from rsa_hf.cli.common import install_hooks, load_checkpoint, task_module
 from rsa_hf.cli.patch import new_folder, save_tokenizer
 from rsa_hf.utils.locate import expanded
 
@@ -52,7 +52,7 @@ def calibrate(
     Example: rsa-hf calibrate openai-community/gpt2 outputs/gpt2-calibrated --text corpus.txt
     """
     if (text is None) == (config is None):
-        raise UserError("calibrate needs data: either --text FILE, or --config FILE of a run.")
+        raise ValueError("calibrate needs data: either --text FILE, or --config FILE of a run.")
     base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
     from torch.utils.data import default_collate
@@ -63,20 +63,19 @@ def calibrate(
     from rsa_hf.training.model_setup import calibration_batches
     from rsa_hf.utils.files import storage_errors
 
-    with user_input(TypeError):
-        if text is not None:
-            model, train_rows, collate = load_checkpoint(base), _blocks_of(base, text, length), default_collate
-        else:
-            settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
-            model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
-        batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
-        found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
+    if text is not None:
+        model, train_rows, collate = load_checkpoint(base), _blocks_of(base, text, length), default_collate
+    else:
+        settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
+        model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
+    batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
+    found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
         print(f"nothing is written to {folder}")
         return
     patch_model(model, found.config)
-    with user_input(), storage_errors(folder):
+    with storage_errors(folder):
         model.save_pretrained(folder)
         save_tokenizer(base, folder)
         (folder / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")

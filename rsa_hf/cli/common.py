@@ -1,4 +1,4 @@
-"""What the commands share: user errors, the hooks, loading a model, the settings of a run."""
+"""What the commands share: how they end after a mistake, the hooks, loading a model, the settings of a run."""
 
 from __future__ import annotations
 
@@ -11,35 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rsa_hf.utils.text import brief
+from rsa_hf.utils.locate import locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-USER_ERRORS = (ValueError, OSError, ImportError)  # settings, files and names that do not fit, and missing packages
-
-
-class UserError(Exception):
-    """A user's mistake. Only its message is shown."""
+# Settings, files and names that do not fit, missing packages, and training that diverges.
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 @contextmanager
-def user_input(*more: type[Exception]) -> Iterator[None]:
-    """Raise a `UserError` for ValueError, OSError, ImportError and `more`, around steps that read user input."""
-    errors: tuple[type[Exception], ...] = (*USER_ERRORS, *more)
+def exit_on_error() -> Iterator[None]:
+    """Print `error: …` and exit with code 2 on an error of `USER_ERRORS`."""
     try:
         yield
-    except errors as error:
-        raise UserError(str(error)) from error
-
-
-@contextmanager
-def exit_on_error(*errors: type[Exception]) -> Iterator[None]:
-    """Print `error: …` and exit with code 2 on a `UserError`, or an error of these kinds."""
-    kinds: tuple[type[Exception], ...] = (UserError, *errors)
-    try:
-        yield
-    except kinds as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -48,8 +34,7 @@ def install_hooks() -> None:
     """Do what `import rsa_hf` does outside of the command line, and switch off transformers' progress bars."""
     from rsa_hf.integration import install
 
-    with user_input():
-        install()
+    install()
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -58,45 +43,23 @@ def install_hooks() -> None:
 def load_checkpoint(name: str) -> PreTrainedModel:
     """Load a model, by any name, with the class it was saved with; the base model where config.json names no class.
 
-    Damaged files make transformers raise errors of any type, so all are reported as a `UserError`.
+    Damaged files make transformers raise errors of any type, so all are reported as a ValueError.
     """
-    import transformers
-
-    from rsa_hf.utils.locate import locate
-
-    with user_input():
-        place = locate(name)
-    if place.startswith((".", "/")) and not Path(place).is_dir():
-        raise UserError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
-    try:
-        config = transformers.AutoConfig.from_pretrained(place)
-        model: PreTrainedModel = _class_of(name, config).from_pretrained(place)
-    except (*USER_ERRORS, TypeError) as error:
-        raise UserError(str(error)) from error
-    except Exception as error:
-        raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {error!s:.2000}).") from error
-    return model
-
-
-def _class_of(name: str, config: Any) -> Any:
-    """The class that the config of a checkpoint names; another one would drop weights, such as the head's."""
     import transformers
 
     from rsa_hf.models import class_named
 
-    named = config.architectures
-    if not named:
-        return transformers.AutoModel
-    architecture = named[0] if isinstance(named, list) else named
-    if isinstance(architecture, str):
-        for found in (class_named(architecture, config.model_type), getattr(transformers, architecture, None)):
-            if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class:
-                return found
-    raise ValueError(
-        f"{name}: its config.json names the class {brief(architecture)}, which neither transformers "
-        f"{transformers.__version__} nor rsa_hf has for models of type {brief(config.model_type)}. Correct "
-        "`architectures` there, or delete it to load the base model without a head."
-    )
+    place = locate(name)
+    if place.startswith((".", "/")) and not Path(place).is_dir():
+        raise ValueError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(place)
+        named = config.architectures[0] if config.architectures else "AutoModel"
+        model_class: Any = class_named(named, config.model_type) or getattr(transformers, named)
+        model: PreTrainedModel = model_class.from_pretrained(place)
+    except Exception as error:
+        raise ValueError(f"{name} cannot be loaded ({type(error).__name__}: {error!s:.2000}).") from error
+    return model
 
 
 # Keyword arguments of `app.command` for a command that passes `--key value` on to `read_arguments`.

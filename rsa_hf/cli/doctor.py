@@ -5,13 +5,17 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata, util
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint
+from rsa_hf.cli.common import install_hooks, load_checkpoint
+from rsa_hf.utils.locate import expanded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIONAL = {
     "triton": "kernels for NVIDIA GPUs: pip install 'rsa_hf[gpu]'",
@@ -30,8 +34,6 @@ def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[F
     """The findings of a check; an exception that ends it is the last one."""
     try:
         yield from check()
-    except UserError:
-        raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         yield "FAIL", subject, f"{type(error).__name__}: {first}"
@@ -53,7 +55,9 @@ def doctor(
     """
     checks = {"versions": _versions, "backends": _backends, "hooks": _hooks, "self check": _self_check}
     if model is not None:
-        checks["model"] = lambda: _model(model)
+        install_hooks()
+        loaded = load_checkpoint(expanded(model))
+        checks["model"] = lambda: _model(model, loaded)
     failed = False
     for name, check in checks.items():
         for verdict, subject, text in _guarded(name, check):
@@ -64,13 +68,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _model(name: str) -> Iterator[Finding]:
-    install_hooks()
+def _model(name: str, model: PreTrainedModel) -> Iterator[Finding]:
     from rsa_hf.checks import examine
     from rsa_hf.patching import is_patched
-    from rsa_hf.utils.locate import expanded
 
-    model = load_checkpoint(expanded(name))
     state = "has RSA heads" if is_patched(model) else "is plain, and gets RSA heads for these checks"
     yield "ok", "model", f"{name}: {type(model).__name__} {state}"
     yield from examine(model)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module
 
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
@@ -25,9 +25,8 @@ def _run(task: str, model: str, split: str, arguments: list[str], **settings: An
     install_hooks()
     from rsa_hf.utils.text import finite_or_null
 
-    with user_input():
-        scores = task_module(task).evaluate(model, split, arguments, **settings)
-        print(json.dumps(finite_or_null(scores), indent=2))
+    scores = task_module(task).evaluate(model, split, arguments, **settings)
+    print(json.dumps(finite_or_null(scores), indent=2))
 
 
 @evaluate.command(**WITH_SETTINGS)

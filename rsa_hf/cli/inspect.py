@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
+from rsa_hf.cli.common import install_hooks, load_checkpoint
 
 
 def inspect(
@@ -28,13 +28,12 @@ def inspect(
 
     model = load_checkpoint(expanded(path))
     if not is_patched(model):
-        raise UserError(f"{path} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
+        raise ValueError(f"{path} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
     report = rsa_report(model)
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
     if plot is not None:
         from rsa_hf.plots import plot_rem
 
         picture = expanded(plot)
-        with user_input():
-            plot_rem(report, picture)
+        plot_rem(report, picture)
         print(f"written: {picture}", file=sys.stderr if as_json else sys.stdout)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rsa_hf.cli.common import UserError, install_hooks, load_checkpoint, user_input
-from rsa_hf.utils.locate import expanded
+from rsa_hf.cli.common import install_hooks, load_checkpoint
+from rsa_hf.utils.locate import expanded, locate
+
+if TYPE_CHECKING:
+    from rsa_hf.config import RSAConfig
 
 
 def patch(
@@ -28,19 +31,16 @@ def patch(
     """
     base, folder = expanded(base), new_folder(out, overwrite)
     install_hooks()
-    from rsa_hf.config import RSAConfig
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
     from rsa_hf.utils.files import storage_errors
 
-    with user_input(TypeError):
-        config = RSAConfig() if plan is None else RSAConfig.from_dict(_read(plan))
+    config = _config_of(plan or "{}")
     model = load_checkpoint(base)
     if is_patched(model):
-        raise UserError(f"{base} already has RSA heads. Name a plain model.")
-    with user_input():
-        patch_model(model, config)
-    with user_input(), storage_errors(folder):
+        raise ValueError(f"{base} already has RSA heads. Name a plain model.")
+    patch_model(model, config)
+    with storage_errors(folder):
         model.save_pretrained(folder)
         tokenizer = save_tokenizer(base, folder)
     report = rsa_report(model)
@@ -53,27 +53,26 @@ def new_folder(name: str, overwrite: bool) -> Path:
     """The folder that a checkpoint is written into; it must be new or empty."""
     out = Path(expanded(name))
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
-        raise UserError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
+        raise ValueError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
     return out
 
 
-def _read(plan: str) -> Any:
-    """The settings themselves, or those of a file."""
+def _config_of(plan: str) -> RSAConfig:
+    """The config that settings give, or those of a file."""
+    from rsa_hf.config import RSAConfig
     from rsa_hf.utils.yaml import read_yaml
 
     is_text = plan.lstrip().startswith(("{", "[")) or ": " in plan
     try:
         content = read_yaml(plan if is_text else Path(expanded(plan)).read_text(encoding="utf-8"))
-    except ValueError as error:
+        return RSAConfig.from_dict(content["rsa"] if isinstance(content, dict) and "rsa" in content else content)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"--plan {plan:.200}: {error}") from error
-    return content["rsa"] if isinstance(content, dict) and "rsa" in content else content
 
 
 def save_tokenizer(base: str, out: Path) -> bool:
     """Save the tokenizer of a model into a folder; False if it has none."""
     from transformers import AutoTokenizer
-
-    from rsa_hf.utils.locate import locate
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(base))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, install_hooks, task_module, user_input
+from rsa_hf.cli.common import help_with_keys, install_hooks, task_module
 
 
 def _keys() -> None:
@@ -31,12 +31,11 @@ def predict(
     Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
     """
     install_hooks()
-    with user_input():
-        from rsa_hf.utils.files import write_text
+    from rsa_hf.utils.files import write_text
 
-        found = task_module("defect").predict(model, functions, context.args)
-        lines = "".join(json.dumps(each) + "\n" for each in found)
-        if output is None:
-            print(lines, end="")
-        else:
-            write_text(Path(output), lines)
+    found = task_module("defect").predict(model, functions, context.args)
+    lines = "".join(json.dumps(each) + "\n" for each in found)
+    if output is None:
+        print(lines, end="")
+    else:
+        write_text(Path(output), lines)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import user_input
 from rsa_hf.run import run as run_program
 
 # Keyword arguments of `app.command`: all that follows PROGRAM belongs to the program, its --help too.
@@ -21,5 +20,4 @@ def run(arguments: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]..
 
     Example: rsa-hf run lm_eval --model hf --model_args pretrained=outputs/gpt2-rsa --tasks blimp
     """
-    with user_input():
-        run_program(arguments)
+    run_program(arguments)

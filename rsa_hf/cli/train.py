@@ -6,17 +6,14 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module, user_input
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module
 
 train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, with transformers' Trainer.")
 
 
 def _run(task: str, arguments: list[str]) -> None:
     install_hooks()
-    from rsa_hf.training.callbacks import DivergedError
-
-    with user_input(DivergedError):
-        task_module(task).main(arguments)
+    task_module(task).main(arguments)
 
 
 @train.command(**WITH_SETTINGS)

@@ -16,7 +16,7 @@ from rsa_hf.report import rsa_report
 NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
 
 
-class DivergedError(RuntimeError):
+class DivergedError(FloatingPointError):
     """The loss became NaN or infinite."""
 
 

@@ -23,7 +23,7 @@ from reliability import hostile
 from reliability.hostile import CONFIG, INDEX, WEIGHTS
 from reliability.record import try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
-from rsa_hf.cli.common import UserError, load_checkpoint
+from rsa_hf.cli.common import load_checkpoint
 from rsa_hf.saved_plan import read_plan
 
 PACKAGE = str(Path(rsa_hf.__file__).parent)
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(kind, tmp_path):
         try:
             model, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
         except Exception as error:
-            with pytest.raises(UserError, match=r"\S"):
+            with pytest.raises(ValueError, match=r"\S"):
                 load_checkpoint(str(tmp_path))
             if (outcome := by_another(error)) is None:
                 raise
