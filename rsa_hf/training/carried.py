@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-
-@runtime_checkable
-class ParallelTracks(Protocol):
-    """A data set of segments of parallel tracks of text: example i continues example i − `num_tracks`."""
-
-    num_tracks: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def segment_state_of(model: nn.Module) -> str:

@@ -19,7 +19,6 @@ from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import patch_model
 from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping, did_you_mean
-from rsa_hf.training.carried import ParallelTracks
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
 from rsa_hf.utils.text import brief
@@ -172,7 +171,7 @@ def calibration_batches(
     train_dataset: Any, collate_fn: Callable[[list[Any]], Any], count: int, batch_size: int, seed: int
 ) -> list[dict[str, Any]]:
     """Some rows of a data set, drawn at random, or the first ones of a stream, in batches."""
-    if isinstance(train_dataset, ParallelTracks):
+    if hasattr(train_dataset, "num_tracks"):
         raise ValueError("rsa: calibrate reads single rows, so carry_memory=true cannot be used with it.")
     if isinstance(train_dataset, IterableDataset):
         rows = list(islice(train_dataset, count))

@@ -14,7 +14,7 @@ from rsa_hf.hub import write_card
 from rsa_hf.patching import is_patched
 from rsa_hf.training.arguments import RSATrainingArguments
 from rsa_hf.training.callbacks import ProgressBar, RSACallback, StopOnSignal, require_finite
-from rsa_hf.training.carried import CarriedState, ParallelTracks
+from rsa_hf.training.carried import CarriedState
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
@@ -26,7 +26,8 @@ class RSATrainer(Trainer):
     * Gates and rates are logged (`RSACallback`), and the model card that `push_to_hub` uploads shows them.
     * Under FSDP2 they stay float32 (`shard_rsa_heads`).
     * A loss that is NaN or infinite ends the training; SIGTERM and Ctrl-C end it after a checkpoint.
-    * A model with a `segment_state` carries it along the tracks of a `ParallelTracks` data set, across checkpoints.
+    * A model with a `segment_state` carries it along the tracks of a data set, across checkpoints. Such a data set has
+      `num_tracks`, and its example i continues example i − `num_tracks`.
 
     Arguments are those of `Trainer`, by name.
 
@@ -36,6 +37,7 @@ class RSATrainer(Trainer):
     """
 
     args: RSATrainingArguments
+    train_dataset: Any
 
     def __init__(self, *, args: RSATrainingArguments, **keywords: Any) -> None:
         keywords.setdefault(
@@ -54,25 +56,19 @@ class RSATrainer(Trainer):
         self._last_loss: Tensor | None = None
         self._carried: CarriedState | None = None
         self._micro_batches = 0
-        tracks = self._tracks
-        if tracks is not None:
+        self._num_tracks: int | None = getattr(self.train_dataset, "num_tracks", None)
+        if self._num_tracks is not None:
             # The loss is a mean over the micro-batch: the Trainer divides it by the number of micro-batches.
             self.model_accepts_loss_kwargs = False
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            if tracks.num_tracks != rows:
-                raise ValueError(
-                    f"the data has {tracks.num_tracks} tracks, but a step takes {rows} rows: one of each."
-                )
-
-    @property
-    def _tracks(self) -> ParallelTracks | None:
-        return self.train_dataset if isinstance(self.train_dataset, ParallelTracks) else None
+            if self._num_tracks != rows:
+                raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {rows} rows: one of each.")
 
     def train(self, *args: Any, **keywords: Any) -> Any:
         """As `Trainer.train`. A new run starts with an empty memory."""
         assert self.model is not None
         shard_rsa_heads(self.model, self.accelerator)
-        self._carried = CarriedState(self.model) if self._tracks is not None else None
+        self._carried = None if self._num_tracks is None else CarriedState(self.model)
         self._micro_batches = 0
         try:
             return super().train(*args, **keywords)
@@ -108,10 +104,9 @@ class RSATrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
-        tracks = self._tracks
-        if tracks is None or self._carried is None or not model.training:
+        if self._carried is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        per_process = len(tracks) // self.args.world_size
+        per_process = len(self.train_dataset) // self.args.world_size
         if self._micro_batches * len(inputs["input_ids"]) % per_process == 0:  # an epoch begins
             self._carried.reset()
         place = self._micro_batches % self.args.gradient_accumulation_steps
@@ -119,8 +114,8 @@ class RSATrainer(Trainer):
         return self._carried.mean_loss(model, inputs, place)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        if self._tracks is not None:
-            return SequentialSampler(self._tracks)
+        if self._num_tracks is not None:
+            return SequentialSampler(self.train_dataset)
         return super()._get_train_sampler(train_dataset)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -129,12 +124,6 @@ class RSATrainer(Trainer):
         if self._last_loss is not None:
             require_finite(self._last_loss, self.state.global_step)
         super()._save_checkpoint(*args, **keywords)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # A tied weight is saved once, under one of its names.
-        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
-        missing = [key for key in load_result.missing_keys if key not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     # The memory is saved and loaded with the states of the random generators: what a process needs to go on.
 
