@@ -26,7 +26,6 @@ from rsa_hf.layer import RSAHeads
 from rsa_hf.report import rsa_report
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import write_text
-from rsa_hf.utils.text import without_credentials
 
 CARD, PLOT = "README.md", "rsa.png"
 TEMPLATE = Path(__file__).with_name("model_card.md")
@@ -63,7 +62,6 @@ def write_card(
     dataset: str | None = None,
     dataset_config: str | None = None,
     scores: Scores | None = None,
-    command: str | None = None,
     seed: int | None = None,
     plot: bool = True,
 ) -> Path | None:
@@ -81,7 +79,6 @@ def write_card(
         dataset_config: the configuration of the data set, if it has several.
         scores: metrics by run or split, shown as a table. With a data set, those of the splits "validation" and "test"
             also go into the metadata's `model-index`, which the Hub shows.
-        command: the command that trained the model.
         seed: the seed of the training run.
         plot: whether to draw `rsa.png` beside the card; it is left out if matplotlib is not installed.
 
@@ -129,7 +126,6 @@ def write_card(
         scores=scores,
         metrics=list(dict.fromkeys(metric for row in (scores or {}).values() for metric in row)),
         training=[f"{key}: {value}" for key, value in training.items() if value is not None],
-        command=command and without_credentials(command),
         plan="{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in plan.items()) + "\n}",
         report=str(rsa_report(model)) if can_be_read else None,
         picture=PLOT if plot and can_be_read and _draw(model, path.with_name(PLOT)) else None,

@@ -1,9 +1,8 @@
-"""Text for messages, tables, pages and JSON: short forms of values, columns, no NaN, and no credentials."""
+"""Text for messages, tables, pages and JSON: short forms of values, columns, and no NaN."""
 
 from __future__ import annotations
 
 import math
-import re
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -47,12 +46,3 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# Tokens of the Hub, "hf_" followed by letters and digits, and passwords: the part of an address before the @.
-_CREDENTIALS = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[\w.~%!$&*+;=:-]+@")
-
-
-def without_credentials(text: str) -> str:
-    """The text with `…` in place of every token and password."""
-    return _CREDENTIALS.sub(lambda found: "…@" if found[0].endswith("@") else "hf_…", text)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from families import CONFIGS, FULL_PLAN, build
-from hub_stand_in import TOKEN
 from launching import run_python
 from models import tiny
 from rsa_hf import RSAConfig, patch_model, rsa_report
@@ -38,7 +37,6 @@ def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
             dataset="Salesforce/wikitext",
             scores={"test": {"accuracy": 0.61234, "loss": 2.0}, "seed 3": {"accuracy": 0.5}},
             seed=3,
-            command="train --it <b>",
         )
     )
     assert (card.data.base_model, card.data.library_name) == ("openai-community/gpt2", "transformers")
@@ -48,7 +46,6 @@ def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
         "| | accuracy | loss |\n|---|---|---|\n| test | 0.6123 | 2 |\n| seed 3 | 0.5 |  |\n",
         "![learned decay curves and gates](rsa.png)",
         "* seed: 3",
-        "train --it <b>",
     ):
         assert part in card.content
     assert (tmp_path / "rsa.png").exists()
@@ -222,9 +219,3 @@ def test_gates_on_other_devices_or_processes_are_not_read(model, tmp_path, where
     assert '"num_dilated_cyclical_pairs": 1' in card
     assert "Their values were not available" in card
     assert not (tmp_path / "rsa.png").exists()
-
-
-def test_a_token_is_not_written_on_a_card(model, tmp_path):
-    card = write_card(model, tmp_path, command=f"train.py --hub-token {TOKEN} --url http://a:b@c/d", plot=False)
-    assert "--hub-token hf_… --url http://…@c/d" in card.read_text()
-    assert TOKEN not in card.read_text()
