@@ -51,6 +51,17 @@ def sinusoids(distances: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
+def extended(memory: Tensor | None, hidden: Tensor) -> Tensor:
+    """A layer's inputs in the memory, [B, M, n], if there is one, and then in the segment, [B, T, n]."""
+    return hidden if memory is None else torch.cat([memory, hidden], dim=1)
+
+
+def remembered(memory: Tensor | None, hidden: Tensor, length: int) -> Tensor:
+    """The next memory: the last M ≤ `length` of a layer's inputs, without gradient."""
+    inputs = extended(memory, hidden) if hidden.shape[1] < length else hidden
+    return inputs[:, max(0, inputs.shape[1] - length) :].detach()
+
+
 def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None, device: torch.device) -> Tensor:
     """Which keys each query sees, [B or 1, 1, T, S]: its own and earlier ones, within the window, without padding.
 

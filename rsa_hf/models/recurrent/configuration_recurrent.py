@@ -9,8 +9,6 @@ from transformers.configuration_utils import PreTrainedConfig
 
 __all__ = ["RecurrentConfig"]
 
-CELLS = ("rnn", "lstm", "gru", "linear")
-
 
 @strict
 class RecurrentConfig(PreTrainedConfig):
@@ -40,8 +38,6 @@ class RecurrentConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.cell not in CELLS:
-            raise ValueError(f"cell={self.cell!r} must be one of {CELLS}.")
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
             raise ValueError(f"dilations={self.dilations} must be ≥ 1, for each of {self.num_hidden_layers} layers.")

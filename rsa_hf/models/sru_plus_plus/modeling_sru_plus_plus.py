@@ -38,7 +38,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, visibility
+from rsa_hf.models.attention import InterfaceAttention, extended, remembered, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -66,7 +66,7 @@ class SRUPlusPlusAttention(InterfaceAttention):
 
     def forward(self, hidden: Tensor, memory: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
         """U, [B, T, 3d], of a segment, [B, T, d], with a memory, [B, M, d]; and the attention weights or None."""
-        Q = self.q_proj(hidden if memory is None else torch.cat([memory, hidden], dim=1))
+        Q = self.q_proj(extended(memory, hidden))
         key, value = self.kv_proj(Q).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)
         Q = Q[:, -hidden.shape[1] :]
         A, weights = self.attend(Q.unflatten(-1, self.heads).transpose(1, 2), key, value, visible)
@@ -188,8 +188,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         hidden = self.dropout(hidden)
         cells, memories = list[Tensor](), list[Tensor]()
         for layer, cell, memory in zip(self.layers, before[:L], before[L:], strict=True):
-            text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
-            memories.append(text[:, max(0, M + T - self.config.mem_len) :].detach())
+            memories.append(remembered(memory, hidden, self.config.mem_len))
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())
         use_cache = self.config.use_cache if use_cache is None else use_cache

@@ -27,7 +27,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, sinusoids, visibility
+from rsa_hf.models.attention import InterfaceAttention, extended, remembered, sinusoids, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -83,7 +83,7 @@ class TransformerXLAttention(InterfaceAttention):
         [S + 1, d_model], and `biases` u and v, [H, D] each, if all layers share them. `visible`, [B or 1, 1, T, S],
         says which keys each query sees.
         """
-        text = hidden if memory is None else torch.cat([memory, hidden], dim=1)
+        text = extended(memory, hidden)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
         query, key, value = self.qkv_net(text).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         query = query[:, :, -hidden.shape[1] :]
@@ -232,23 +232,15 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         positions = self.drop(sinusoids(distances, d_model).to(embedded.dtype))
         biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
         hidden = self.drop(embedded)
-        seen = []
-        for i, layer in enumerate(self.layers):
-            seen.append(hidden)
-            hidden = layer(hidden, None if mems is None else mems[i], positions, visible, biases)
+        memories: Sequence[Tensor | None] = [None] * config.n_layer if mems is None else mems
+        next_mems = []
+        for layer, memory in zip(self.layers, memories, strict=True):
+            next_mems.append(remembered(memory, hidden, config.mem_len))
+            hidden = layer(hidden, memory, positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
         return SegmentOutput(
-            last_hidden_state=self.drop(hidden), mems=self._remembered(mems, seen) if use_cache else None
+            last_hidden_state=self.drop(hidden), mems=tuple(next_mems) if use_cache and config.mem_len else None
         )
-
-    def _remembered(self, mems: Sequence[Tensor] | None, seen: list[Tensor]) -> tuple[Tensor, ...] | None:
-        """The last `mem_len` inputs of each layer, without gradient (paper, section 3.2)."""
-        M, T = self.config.mem_len, seen[0].shape[1]
-        if not M:
-            return None
-        if mems is not None and M > T:
-            seen = [torch.cat([memory, states], 1) for memory, states in zip(mems, seen, strict=True)]
-        return tuple(states[:, -M:].detach() for states in seen)
 
 
 class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM):
