@@ -254,7 +254,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
         raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
     logits = _logits(model, tokenizer, splits[split], run)
     if threshold is None:
-        threshold = _saved_settings(model).get("threshold")
+        threshold = getattr(model.config, SAVED, {}).get("threshold")
     return {**_scores(splits[split], logits, threshold), "intervals": bootstrap_intervals(*logits)}
 
 
@@ -274,7 +274,7 @@ def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, An
     examples = read_examples(read_table(expanded(path)), run.data, labelled=False)
     if not examples:
         raise ValueError(f"{path} has no functions.")
-    threshold = _saved_settings(model).get("threshold", 0.5)
+    threshold = getattr(model.config, SAVED, {}).get("threshold", 0.5)
     return _predictions(examples, _logits(model, tokenizer, examples, run), threshold)
 
 
@@ -287,17 +287,11 @@ def _saved(
     model = require_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
-    for key, value in _saved_settings(model).items():
+    for key, value in getattr(model.config, SAVED, {}).items():
         if key in CUTTING and key not in run.given:
             setattr(run.data, key, value)
     _fit_to_each_other(model, tokenizer, run.data)
     return run, model, tokenizer
-
-
-def _saved_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """What the run of a model left in its config."""
-    saved = getattr(model.config, SAVED, None)
-    return saved if isinstance(saved, dict) else {}
 
 
 def _logits(

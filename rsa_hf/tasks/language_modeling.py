@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     run = read_arguments(arguments, LanguageModelingDataConfig)
     args = run.training
     set_seed(args.seed)
-    tokenizer = _tokenizer_of(run.model)
+    tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or run.model.model_name_or_path)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     with args.main_process_first():  # the other processes then find its downloads in the cache
         text = prepare_language_modeling(run.data, tokenizer, num_tracks=rows)
@@ -110,10 +110,6 @@ class LanguageModelTrainer(RSATrainer):
         return metrics
 
 
-def _tokenizer_of(arguments: ModelArguments) -> PreTrainedTokenizerBase | None:
-    return load_language_modeling_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
-
-
 def _plain_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
 ) -> PreTrainedModel:
@@ -126,7 +122,7 @@ def _plain_model(
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
     """The model of a run without RSA heads, its training data, and what makes a batch of rows."""
     run = read_arguments(arguments, LanguageModelingDataConfig)
-    tokenizer = _tokenizer_of(run.model)
+    tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or run.model.model_name_or_path)
     text = prepare_language_modeling(run.data, tokenizer)
     return _plain_model(run.model, tokenizer, run.data), text.train, default_collate
 

@@ -31,22 +31,19 @@ def perplexities(nll_nats: float, num_tokens: int, num_words: int, num_bytes: in
         `loss_nats_per_token`; `token_perplexity`; `word_perplexity`, NaN for a text without words; `bits_per_byte`;
         and the three counts. A perplexity that overflows a float is infinite.
     """
-
-    def exp(value: float) -> float:
-        try:
-            return math.exp(value)
-        except OverflowError:
-            return math.inf
-
     return {
         "loss_nats_per_token": nll_nats / num_tokens,
-        "token_perplexity": exp(nll_nats / num_tokens),
-        "word_perplexity": exp(nll_nats / num_words) if num_words else math.nan,
+        "token_perplexity": _exp(nll_nats / num_tokens),
+        "word_perplexity": _exp(nll_nats / num_words) if num_words else math.nan,
         "bits_per_byte": nll_nats / math.log(2) / num_bytes,
         "num_tokens": num_tokens,
         "num_words": num_words,
         "num_bytes": num_bytes,
     }
+
+
+def _exp(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64, device="cpu").exp().item()  # math.exp raises where this is inf
 
 
 def evaluate_language_model(
