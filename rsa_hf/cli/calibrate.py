@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,10 +81,8 @@ def calibrate(
         save_tokenizer(base, folder)
         (folder / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
         write_card(model, folder, base_model=base, scores={"calibration": found.scores}, seed=seed)
-    try:
+    with suppress(ImportError):  # no matplotlib
         found.plot(folder / "calibration.png")
-    except ImportError as error:
-        print(f"no heatmap: {error}")
     print(f"written: {folder}")
 
 

@@ -7,11 +7,11 @@ between two comments, which describes the weights beside it, and leaves the rest
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.layer import RSAHeads
+from rsa_hf.plots import plot_rem
 from rsa_hf.report import rsa_report
 from rsa_hf.saved_plan import saved_plans
 from rsa_hf.utils.files import write_text
@@ -47,8 +48,6 @@ _END = "<!-- rsa_hf: end -->"
 _SECTION = re.compile(rf"<!-- rsa_hf: [^\n]*-->\n.*?{_END}", re.DOTALL)  # those of earlier versions too
 _FRONT_MATTER = re.compile(r"\s*---\n")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-
-logger = logging.getLogger(__name__)
 
 Scores = Mapping[str, Mapping[str, float]]
 
@@ -110,9 +109,14 @@ def write_card(
         model_name=f"{model_class.__name__} {RESULTS}" if results else None,
         eval_results=results or None,
     )
+    picture = None
     # Reading a sharded or offloaded parameter needs all processes, but only the first one writes a card.
     parameters = [parameter for module in heads for parameter in module.parameters()]
     can_be_read = all(p.device.type != "meta" and not hasattr(p, "full_tensor") for p in parameters)
+    if plot and can_be_read:
+        with suppress(ImportError):  # no matplotlib
+            plot_rem(model, path.with_name(PLOT))
+            picture = PLOT
     training = {"base model": base_model, "data set": dataset, "seed": seed}
     plan = next(iter(saved_plans(model.config)))["plan"]
     card = ModelCard.from_template(
@@ -128,7 +132,7 @@ def write_card(
         training=[f"{key}: {value}" for key, value in training.items() if value is not None],
         plan="{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in plan.items()) + "\n}",
         report=str(rsa_report(model)) if can_be_read else None,
-        picture=PLOT if plot and can_be_read and _draw(model, path.with_name(PLOT)) else None,
+        picture=picture,
     )
     write_text(path, str(card) if present is None else _merged(present, card))
     return path
@@ -189,14 +193,3 @@ def _results(class_name: str, dataset: str | None, dataset_config: str | None, s
         for name, value in scores.get(split, {}).items()
         if dataset is not None and name in METRICS and math.isfinite(value)
     ]
-
-
-def _draw(model: PreTrainedModel, path: Path) -> bool:
-    try:
-        from rsa_hf.plots import plot_rem
-
-        plot_rem(model, path)
-    except ImportError as error:
-        logger.info("no picture on the card: %s", error)
-        return False
-    return True

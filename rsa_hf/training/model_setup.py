@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -158,10 +158,8 @@ def patch_for_run(
             print(found)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps({"scores": found.scores, **found.to_dict()}, indent=2) + "\n")
-            try:
+            with suppress(ImportError):  # no matplotlib, as `finish_run` says
                 found.plot(path.with_suffix(".png"))
-            except ImportError as error:
-                print(f"no heatmap: {error}")
         known = json.loads(path.read_text(encoding="utf-8"))
     patch_model(model, RSAConfig.from_dict(known["config"]))
     return dict(known["scores"])
