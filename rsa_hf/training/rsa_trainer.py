@@ -125,6 +125,12 @@ class RSATrainer(Trainer):
             require_finite(self._last_loss, self.state.global_step)
         super()._save_checkpoint(*args, **keywords)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A tied weight is saved once, under one of its names.
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
+        missing = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     # The memory is saved and loaded with the states of the random generators: what a process needs to go on.
 
     def _save_rng_state(self, output_dir: str) -> None:
