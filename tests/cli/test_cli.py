@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
 @pytest.fixture
 def language_model(gpt2_folder, tmp_path):
     """The folder of a tiny GPT-2 with its tokenizer, and a text."""
-    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"))
+    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 2)
     return shutil.copytree(gpt2_folder, tmp_path / "base"), "--text", tmp_path / "text.txt", "--length", 32
 
 
