@@ -19,7 +19,7 @@ from experiments.runner.panels import COLOURS, panels
 from experiments.runner.rate_search import finished_runs
 from experiments.runner.runner import FOLDER, read_runs
 from experiments.runner.summary import Row, Rows
-from experiments.variants import CONVOLUTION, DEFAULT, LINEAR_BIASES, OF_GPT2
+from experiments.variants import CONVOLUTION, DEFAULT, LINEAR_BIASES, NO_RECURRENCE, OF_GPT2
 
 FIGURE = Path("results") / "evidence.png"
 BEGIN, END = "<!-- evidence: written by `python -m experiments report` -->", "<!-- end of evidence -->"
@@ -93,10 +93,14 @@ def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:
 def _calibrated(root: Path) -> Iterator[Effect]:
     """Pretrained models with nothing trained but what `calibrate` finds."""
     rows = _rows(calibrate.EXPERIMENT, "full", root)
-    for row in rows.find(calibrate.GAIN, arm=CALIBRATED, trained=NOTHING, model="smollm2"):
-        score = rows.mean("score", **row.pick(calibrate.GROUP), arm=PLAIN)
-        text = TEXTS[row.settings["task"]]
-        yield Effect(NAMES["smollm2"], text, "plain", row.scaled(-1), score, "nats per token")
+    for measure, arm, rival in (
+        (calibrate.GAIN, PLAIN, "plain"),
+        (f"gain over {NO_RECURRENCE}", NO_RECURRENCE, "its gates with P = 0"),
+    ):
+        for row in rows.find(measure, arm=CALIBRATED, trained=NOTHING, model="smollm2"):
+            score = rows.mean("score", **row.pick(calibrate.GROUP), arm=arm)
+            text = TEXTS[row.settings["task"]]
+            yield Effect(NAMES["smollm2"], text, rival, row.scaled(-1), score, "nats per token")
 
 
 def verdicts(effects: Sequence[Effect]) -> list[str]:

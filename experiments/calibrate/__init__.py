@@ -129,6 +129,7 @@ GROUP = ("model", "task", "share", "trained")
 GAIN = "gain"  # over the plain model: fewer nats per token, or more functions classified correctly
 # The control that a variant has to beat.
 RIVALS = {
+    NOTHING: {CALIBRATED: NO_RECURRENCE},
     NUMBERS: {WITH_FACTORS: ALL_SCALED, WITH_ALL_FACTORS: ALL_SCALED, CALIBRATED: NO_RECURRENCE},
     EVERYTHING: {CALIBRATED: SCALED},
 }
