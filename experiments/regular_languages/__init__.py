@@ -34,7 +34,7 @@ SETTINGS: dict[Size, dict[str, int]] = {
 CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
     "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
     "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (1e-2,)),
-    "full": (tuple(LANGUAGES), ("rsa", "transformer", "lstm"), (3e-3, 1e-2)),
+    "full": (tuple(LANGUAGES), VARIANTS, (3e-3, 1e-2)),
 }
 
 

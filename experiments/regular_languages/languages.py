@@ -1,12 +1,7 @@
-"""Formal languages for next-character prediction: automata, brackets, and the strings to train and test on.
+"""Regular languages for next-character prediction: their automata, and the strings to train and test on.
 
 After Bhattamishra et al., 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages (arXiv
 2009.11264).
-
-A language is a deterministic machine that reads one character at a time, from its state `start`. `step` gives the next
-state, or None if no string of the language continues like this; `accepts` whether the characters read so far are a
-string of the language; `sample` a random string of some length, or if the language is not `complete` a prefix of one;
-`count` the number of different strings that `sample` may draw.
 """
 
 from __future__ import annotations
@@ -15,11 +10,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import comb
 from random import Random
 from typing import Any
-
-PAIRS = ("()", "[]", "{}", "<>")
 
 
 @dataclass(eq=False)
@@ -35,7 +27,6 @@ class Automaton:
     start: str
     # completions[r][s]: number of ways from state s to an accepting state in r characters.
     completions: list[dict[str, int]] = field(default_factory=list, init=False, repr=False)
-    complete = True
 
     def step(self, state: str, character: str) -> str | None:
         """The next state, None if `character` is not legal."""
@@ -64,29 +55,10 @@ class Automaton:
     def _completions(self, length: int) -> dict[str, int]:
         table = self.completions
         if not table:
-            table.append({s: int(self.accepts(s) or not self.complete) for s in self.transitions})
+            table.append({s: int(self.accepts(s)) for s in self.transitions})
         while len(table) <= length:
             table.append({s: sum(table[-1][after] for after in ways.values()) for s, ways in self.transitions.items()})
         return table[length]
-
-
-class Prefixes(Automaton):
-    """Prefixes of well-nested brackets, the state being the closing brackets still to come.
-
-    Sampled by a random walk that opens or closes with probability ½ where both are legal.
-    """
-
-    complete = False
-
-    def sample(self, length: int, random: Random) -> str:
-        """A random walk of `length` characters."""
-        string, state = "", self.start
-        for _ in range(length):
-            opening = [character for character in self.transitions[state] if character in "([{<"]
-            opens = not state or (bool(opening) and random.random() < 0.5)
-            character = opening[random.randrange(len(opening))] if opens else state[-1]
-            string, state = string + character, self.transitions[state][character]
-        return string
 
 
 def _cycle(word: str) -> Automaton:
@@ -96,14 +68,11 @@ def _cycle(word: str) -> Automaton:
     return Automaton("".join(sorted(set(word))), transitions, frozenset({"0"}), "0")
 
 
-def _brackets(kinds: int, depth: int, kind: type[Automaton] = Automaton) -> Automaton:
-    """Well-nested brackets of `kinds` kinds, at most `depth` of them open; the state is the closing ones to come."""
-    pairs, states, transitions = PAIRS[:kinds], [""], {}
-    for state in states:  # grows by the states that are reached
-        opened = {pair[0]: state + pair[1] for pair in pairs} if len(state) < depth else {}
-        transitions[state] = opened | ({state[-1]: state[:-1]} if state else {})
-        states += opened.values()
-    return kind("".join(pairs), transitions, frozenset({""}), "")
+def _brackets(depth: int) -> Automaton:
+    """Well-nested brackets, at most `depth` of them open; the state is how many are."""
+    transitions = {str(n): {"(": str(n + 1)} | {")": str(n - 1)} for n in range(1, depth)}
+    transitions |= {"0": {"(": "1"}, str(depth): {")": str(depth - 1)}}
+    return Automaton("()", transitions, frozenset({"0"}), "0")
 
 
 def _binary(accepting: str, **states: str) -> Automaton:
@@ -115,60 +84,9 @@ def _binary(accepting: str, **states: str) -> Automaton:
     return Automaton("01", transitions, frozenset(accepting.split()), next(iter(states)))
 
 
-class Shuffle2:
-    """Shuffles of two strings of well-nested brackets, () and [], of any depth: each kind is balanced by itself.
-
-    A counter language, not a regular one (Suzgun et al., 2019, LSTM networks can perform dynamic counting). The state
-    is the number of open brackets of each kind.
-    """
-
-    alphabet = "()[]"
-    complete = True
-    start = (0, 0)
-
-    def step(self, state: tuple[int, int], character: str) -> tuple[int, int] | None:
-        """The next counts; None if `character` closes a bracket that was not opened."""
-        kind, closes = divmod(self.alphabet.index(character), 2)
-        after = list(state)
-        after[kind] += -1 if closes else 1
-        return None if after[kind] < 0 else (after[0], after[1])
-
-    def accepts(self, state: tuple[int, int]) -> bool:
-        """Whether every bracket is closed."""
-        return state == (0, 0)
-
-    def count(self, length: int) -> int:
-        """Number of strings of `length` characters."""
-        catalan = [comb(2 * n, n) // (n + 1) for n in range(length // 2 + 1)]
-        pairs = zip(range(0, length + 1, 2), catalan, reversed(catalan), strict=True)
-        return 0 if length % 2 else sum(comb(length, places) * first * second for places, first, second in pairs)
-
-    def sample(self, length: int, random: Random) -> str:
-        """A shuffle of two strings, each uniform for its length; a pair is of either kind with probability ½."""
-        first = sum(random.random() < 0.5 for _ in range(length // 2))
-        parts = [_balanced(first, PAIRS[0], random), _balanced(length // 2 - first, PAIRS[1], random)]
-        places = set(random.sample(range(length), 2 * first))
-        sources = [iter(part) for part in parts]
-        return "".join(next(sources[place not in places]) for place in range(length))
-
-
-def _balanced(pairs: int, brackets: str, random: Random) -> str:
-    """A balanced string of `pairs` pairs, all equally likely.
-
-    By the cycle lemma, exactly one rotation of n opening and n + 1 closing brackets is balanced up to its last one.
-    """
-    steps = [1] * pairs + [-1] * (pairs + 1)
-    random.shuffle(steps)
-    heights = list(accumulate(steps))
-    turn = heights.index(min(heights)) + 1
-    return "".join(brackets[step < 0] for step in (steps[turn:] + steps[:turn])[:-1])
-
-
-Language = Automaton | Shuffle2
 # Tomita, 1982, Dynamic construction of finite automata from examples using hill-climbing. d-n is D_n = (a D_{n−1} b)*
-# of Bhattamishra et al., 2020: one kind of bracket, at most n deep. dyck-k are prefixes with k kinds, at most 4 deep:
-# Dyck-(k, m) of Hewitt et al., 2020, RNNs can generate bounded hierarchical languages with optimal memory.
-LANGUAGES: dict[str, Language] = {
+# of Bhattamishra et al., 2020: brackets, at most n deep.
+LANGUAGES: dict[str, Automaton] = {
     "parity": _binary("even", even="even odd", odd="odd even"),  # an even number of 1
     "(aa)*": _cycle("aa"),
     "(abab)*": _cycle("abab"),
@@ -181,15 +99,12 @@ LANGUAGES: dict[str, Language] = {
     "tomita-5": _binary("ee", ee="oe eo", oe="ee oo", eo="oo ee", oo="eo oe"),
     "tomita-6": _binary("r0", r0="r1 r2", r1="r2 r0", r2="r0 r1"),  # numbers of 0 and 1 differ by a multiple of 3
     "tomita-7": _binary("a b c d", a="a b", b="c b", c="c d", d="- d"),  # 0*1*0*1*
-    "d-2": _brackets(kinds=1, depth=2),
-    "d-4": _brackets(kinds=1, depth=4),
-    "dyck-2": _brackets(2, 4, Prefixes),
-    "dyck-4": _brackets(4, 4, Prefixes),
-    "shuffle-2": Shuffle2(),
+    "d-2": _brackets(2),
+    "d-4": _brackets(4),
 }
 
 
-def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bool]]:
+def legal_next(language: Automaton, string: str) -> list[tuple[frozenset[str], bool]]:
     """The targets of next-character prediction (Bhattamishra et al., 2020, section 3).
 
     They are, for each of the len(string) + 1 prefixes, the empty one first: the characters that may follow, and
@@ -206,8 +121,8 @@ def legal_next(language: Language, string: str) -> list[tuple[frozenset[str], bo
     return targets
 
 
-def all_strings(language: Language, length: int) -> list[str]:
-    """Every string of `length` characters that `sample` may draw, by walking through all prefixes."""
+def all_strings(language: Automaton, length: int) -> list[str]:
+    """Every string of `length` characters, by walking through all prefixes."""
     prefixes: list[tuple[str, Any]] = [("", language.start)]
     for _ in range(length):
         prefixes = [
@@ -216,7 +131,7 @@ def all_strings(language: Language, length: int) -> list[str]:
             for c in language.alphabet
             if (after := language.step(state, c)) is not None
         ]
-    return [string for string, state in prefixes if not language.complete or language.accepts(state)]
+    return [string for string, state in prefixes if language.accepts(state)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +147,7 @@ class Splits:
 
 
 def make_splits(
-    language: Language, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...]
+    language: Automaton, train_size: int, test_size: int, seed: int, bins: tuple[tuple[int, int], ...]
 ) -> Splits:
     """Draw strings of a language: first a length, uniformly among those that occur, then a string of it.
 
@@ -254,7 +169,7 @@ def make_splits(
     return Splits(train, tuple(test), held_out)
 
 
-def _unseen(language: Language, lengths: list[int], size: int, seen: set[str], random: Random) -> tuple[str, ...]:
+def _unseen(language: Automaton, lengths: list[int], size: int, seen: set[str], random: Random) -> tuple[str, ...]:
     """Distinct strings, none of them among those seen."""
     found: dict[str, None] = {}
     while len(found) < size:  # terminates: a bin with fewer strings is taken whole

@@ -1,4 +1,4 @@
-"""The networks and their training: a small GPT-2 with and without RSA heads, and recurrent networks.
+"""The networks and their training: a small GPT-2 with and without RSA heads, and an LSTM.
 
 GPT-2's position embeddings are zeros (Kazemnejad et al., 2023, The impact of positional encoding on length
 generalization in Transformers): learned ones end with the longest training string. The causal mask and a first token
@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from transformers import GPT2Model
 
 from experiments.byte_models import small_gpt2
-from experiments.regular_languages.languages import Language, legal_next
+from experiments.regular_languages.languages import Automaton, legal_next
 from experiments.runner.fit import fit
 from rsa_hf import RSAConfig, param_groups, patch_model
 from rsa_hf.models.recurrent import RecurrentConfig, RecurrentModel
 
 HEADS = 8
 LONGEST = 151
-CELLS = {"lstm": "lstm", "gru": "gru", "linear-rnn": "linear"}
-VARIANTS = ("rsa", "transformer", *CELLS)
+VARIANTS = ("rsa", "transformer", "lstm")
 PATIENCE, LEARNT = 50, 1e-4
 # On half of the heads: a slow REM (λ > 0), an alternating one (λ < 0), and a cyclical pair; gates at ½.
 PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
@@ -48,9 +47,9 @@ class StepPredictor(nn.Module):
 def make_network(variant: str, num_characters: int, width: int, layers: int) -> StepPredictor:
     """One of `VARIANTS` with random weights, for K characters, a token for the beginning and a target for the end."""
     size = num_characters + 1
-    if variant in CELLS:
+    if variant == "lstm":
         sizes: dict[str, Any] = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": layers}
-        return StepPredictor(RecurrentModel(RecurrentConfig(cell=CELLS[variant], dropout=0.0, **sizes)), width, size)
+        return StepPredictor(RecurrentModel(RecurrentConfig(cell="lstm", dropout=0.0, **sizes)), width, size)
     body = GPT2Model(small_gpt2(size, LONGEST, width, layers, HEADS))
     with torch.no_grad():
         body.wpe.weight.zero_()
@@ -78,7 +77,7 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device) for tensor in self))
 
 
-def encode(language: Language, strings: Sequence[str]) -> Batch:
+def encode(language: Automaton, strings: Sequence[str]) -> Batch:
     """Strings as tensors."""
     K, steps = len(language.alphabet), max(map(len, strings)) + 1
     tokens = torch.full((len(strings), steps), K)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -77,10 +76,9 @@ def batch_loss(
     batch: int,
     seed: int,
     collate: Callable[[list[Any]], Any] = default_collate,
-    skip: int = 0,
 ) -> Callable[[int], Tensor]:
-    """The loss for `fit` of a model that returns one, on batches of shuffled rows, after the first `skip` batches."""
-    order, device = islice(shuffled_rows(len(rows), batch, seed), skip, None), next(model.parameters()).device
+    """The loss for `fit` of a model that returns one, on batches of shuffled rows."""
+    order, device = shuffled_rows(len(rows), batch, seed), next(model.parameters()).device
 
     def loss(step: int) -> Tensor:
         inputs = collate([rows[i] for i in next(order)])

@@ -35,35 +35,10 @@ COUNTS = {
     "tomita-6": lambda string: (string.count("0") - string.count("1")) % 3 == 0,
 }
 AUTOMATA = [*PATTERNS, *COUNTS]
-BRACKETS = ["dyck-2", "dyck-4", "shuffle-2"]
-DEPTH = 4
 
 
 def recognised(name, string):
     return COUNTS[name](string) if name in COUNTS else re.fullmatch(PATTERNS[name], string) is not None
-
-
-def open_brackets(string):
-    """The brackets that remain after all matching pairs are removed."""
-    while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", string)) != string:
-        string = shorter
-    return string
-
-
-def bracket_targets(name, string):
-    """The targets after a prefix: the set of legal next characters and whether the string may end; None if illegal."""
-    if name == "shuffle-2":
-        left = [string.count(opening) - string.count(closing) for opening, closing in ("()", "[]")]
-        if min(left) < 0:
-            return None
-        closing = {bracket for bracket, number in zip(")]", left, strict=True) if number}
-        return {"(", "["} | closing, not any(left)
-    pairs = ["()", "[]", "{}", "<>"][: int(name[-1])]
-    left = open_brackets(string)
-    if len(left) > DEPTH or any(bracket in ")]}>" for bracket in left):
-        return None
-    opening = {pair[0] for pair in pairs} if len(left) < DEPTH else set()
-    return opening | {pair[1] for pair in pairs if left.endswith(pair[0])}, not left
 
 
 def disagreements(name, language, longest=7, ahead=4):
@@ -107,12 +82,8 @@ def test_sampled_strings_are_in_their_language(name, length, seed):
     string = language.sample(length, Random(seed))
     assert len(string) == length and string == language.sample(length, Random(seed))
     targets = legal_next(language, string)
-    if name in BRACKETS:
-        assert targets == [bracket_targets(name, string[:end]) for end in range(length + 1)]
-        assert targets[-1][1] or not language.complete
-    else:
-        assert [may_end for _, may_end in targets] == [recognised(name, string[:end]) for end in range(length + 1)]
-        assert targets[-1][1]
+    assert [may_end for _, may_end in targets] == [recognised(name, string[:end]) for end in range(length + 1)]
+    assert targets[-1][1]
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
