@@ -151,17 +151,18 @@ def _tables(config: DefectDataConfig, only: str | None) -> dict[str, Iterator[tu
     """The rows, with their places, of the splits that are needed; None: the data is embedded."""
     if config.dataset_name is not None:
         loaded = load_splits(config, ["train"] if only is None else [], only)
-        needed = _needed(loaded, config, only)
-        return {
-            split: ((f"{config.dataset_name}, {split} row {i}", row) for i, row in enumerate(loaded[split], 1))
-            for split in needed
-        }
+        name = config.dataset_name
+        return {split: _numbered(loaded[split], f"{name}, {split}") for split in _needed(loaded, config, only)}
     files = config.files
     if not files:
         return None
     if only is None and "train" not in files:
         raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
     return {split: read_table(files[split]) for split in _needed(files, config, only)}
+
+
+def _numbered(rows: Iterable[Any], place: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{place} row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _needed(given: Mapping[str, Any], config: DefectDataConfig, only: str | None) -> list[str]:

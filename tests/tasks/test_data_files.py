@@ -64,7 +64,8 @@ def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
     """The first ten of them and the number, of files by line and of data sets by split and row."""
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD, *['{"func": "f", "target": 7, "text": 1}'] * number, GOOD]))
-    hub_data.returns = {"train": {"func": ["f"] * (number + 1), "target": [0] + [7] * number}}
+    bad = {"func": ["f"] * (number + 1), "target": [0] + [7] * number}
+    hub_data.returns = {"train": bad, "validation": {"func": ["f", "g"], "target": [0, 1]}}
     for read, place in (
         (lambda: read_examples(json_lines(path), DefectDataConfig()), f"{path}, line"),
         (lambda: read_texts(LanguageModelingDataConfig(train_file=str(path))), f"{path}, line"),
