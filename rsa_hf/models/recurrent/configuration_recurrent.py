@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -24,7 +24,7 @@ class RecurrentConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 50257
-    cell: str = "lstm"
+    cell: Literal["rnn", "lstm", "gru", "linear"] = "lstm"
     hidden_size: int = 512  # width of the embeddings and of each layer's state, in each direction
     num_hidden_layers: int = 2
     dilations: list[int] | tuple[int, ...] | None = None  # None: 1 everywhere
