@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -37,8 +37,8 @@ class BlockRecurrentConfig(PreTrainedConfig):
     window_size: int = 512  # tokens W between two updates of the state; also what a token sees back, itself included
     recurrent_layers: list[int] | tuple[int, ...] = (-3,)  # their indices; none: Transformer-XL with a window
     num_state_vectors: int = 512  # N, of each recurrent layer
-    cell: Literal["skip", "single", "dual"] = "skip"
-    gate: Literal["fixed", "lstm"] = "fixed"
+    cell: str = "skip"
+    gate: str = "fixed"
     relative_attention_num_buckets: int = 32  # of distances, as in T5
     relative_attention_max_distance: int = 128  # all distances from this one on share a bucket
     dropout: float | int = 0.05  # of embeddings, attention output and feed-forward layers, not of the states
@@ -52,6 +52,8 @@ class BlockRecurrentConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.recurrent_layers = list(self.recurrent_layers)
+        if self.cell not in ("skip", "single", "dual") or self.gate not in ("fixed", "lstm"):
+            raise ValueError(f"gate={self.gate!r}, cell={self.cell!r} must be fixed or lstm; skip, single or dual.")
         places, L = self.recurrent_places, self.n_layer
         if any(not -L <= i < L for i in self.recurrent_layers) or len(places) < len(self.recurrent_layers):
             raise ValueError(f"recurrent_layers={self.recurrent_layers} must be different, from {-L} to {L - 1}.")

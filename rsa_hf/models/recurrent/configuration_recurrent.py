@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 __all__ = ["RecurrentConfig"]
+
+CELLS = ("rnn", "lstm", "gru", "linear")
 
 
 @strict
@@ -24,7 +26,7 @@ class RecurrentConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 50257
-    cell: Literal["rnn", "lstm", "gru", "linear"] = "lstm"
+    cell: str = "lstm"
     hidden_size: int = 512  # width of the embeddings and of each layer's state, in each direction
     num_hidden_layers: int = 2
     dilations: list[int] | tuple[int, ...] | None = None  # None: 1 everywhere
@@ -38,6 +40,8 @@ class RecurrentConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if self.cell not in CELLS:
+            raise ValueError(f"cell={self.cell!r} must be one of {CELLS}.")
         self.dilations = [1] * self.num_hidden_layers if self.dilations is None else list(self.dilations)
         if len(self.dilations) != self.num_hidden_layers or min(self.dilations) < 1:
             raise ValueError(f"dilations={self.dilations} must be ≥ 1, for each of {self.num_hidden_layers} layers.")
