@@ -185,6 +185,8 @@ def test_figures_of_the_readme_stand_in_the_pages_they_are_quoted_from():
     rows = re.findall(r"^\|.*\|$", TEXTS["README.md"], flags=re.MULTILINE)
     quotes = [(quote, row) for row in rows for quote in re.findall(r'"(.+?)"', row)]
     assert len(quotes) >= 6
+    printed = (ROOT / "results" / "calibration_smollm2.txt").read_text(encoding="utf-8").splitlines()
+    assert {line for block in blocks("README.md", "text") for line in block.splitlines()} <= {"…", *printed}
     works, of = re.search(r"(\d+) of (\d+) model types", TEXTS["README.md"]).groups()
     assert f"**{of} model types: {works} works" in (ROOT / "SUPPORTED.md").read_text(encoding="utf-8")
     for quote, row in quotes:

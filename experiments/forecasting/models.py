@@ -1,4 +1,4 @@
-"""The forecasters: Informer and Transformer-XL, plain, with RSA heads, or with P = 0.
+"""The forecasters: Informer and PatchTST, plain, with RSA heads, or with P = 0; and DLinear.
 
 A forecaster maps known values [B, C, N] and the time features of known and future steps [B, C + H, F] to a prediction
 [B, H, N] of the whole horizon at once.
@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import InformerConfig, PreTrainedModel
+from transformers import InformerConfig, PatchTSTConfig, PatchTSTForPrediction
 from transformers.models.informer.modeling_informer import InformerDecoder, InformerEncoder, InformerPreTrainedModel
 
 from experiments.variants import NO_RECURRENCE, add_rsa
 from rsa_hf import RSAConfig
-from rsa_hf.models.transformer_xl import TransformerXLConfig, TransformerXLModel
 
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
-FAMILIES = ("informer", "transformer-xl")
+FAMILIES = ("informer", "patchtst", "dlinear")
 HEADS = 8
 DROPOUT = 0.05
+STRIDE = 4  # steps between the patches of PatchTST, which are twice as long
+AVERAGED = 25  # steps of DLinear's moving average
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,24 @@ class Task:
 
 def make_forecaster(
     family: str, variant: str, task: Task, *, width: int, encoder_layers: int, decoder_layers: int, dilation: int
-) -> InformerForecaster | CausalForecaster:
+) -> nn.Module:
     """A forecaster of one of `FAMILIES`, with random weights from torch's random state, the same for all variants.
 
-    An Informer has encoder and decoder layers, Transformer-XL as many layers as both together.
+    An Informer has encoder and decoder layers, PatchTST as many layers as both together. DLinear has no variants.
     """
-    forecaster: InformerForecaster | CausalForecaster
+    if family == "dlinear":
+        return DLinear(task)
     if family == "informer":
-        forecaster = InformerForecaster(_informer(task, width, encoder_layers, decoder_layers), task)
+        forecaster: Any = InformerForecaster(_informer(task, width, encoder_layers, decoder_layers), task)
     else:
-        forecaster = CausalForecaster(_transformer_xl(width, encoder_layers + decoder_layers), width, task)
-    # The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for Transformer-XL.
+        forecaster = PatchForecaster(task, width, encoder_layers + decoder_layers)
+        dilation //= STRIDE  # from steps to patches
+    # The paper's plans: k = (0, 2, 2, 0, 2, 2) for Informers and (0, 0, 0, 0, 2, 2) for a patched Transformer.
     undilated = 2 if family == "informer" else 0
     plan = RSAConfig(num_cyclical_pairs=undilated, num_dilated_cyclical_pairs=2, dilation=dilation, gate_init=0.0)
     add_rsa(forecaster.body, variant, None if variant == "plain" else plan)
-    return forecaster
+    made: nn.Module = forecaster
+    return made
 
 
 def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
@@ -64,15 +68,6 @@ def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) 
     # transformers derives it from lags, scales and static features, which are not used here.
     config.feature_size = task.variables + task.time_features
     return OneShotInformer(config)
-
-
-def _transformer_xl(width: int, layers: int) -> TransformerXLModel:
-    """Transformer-XL without memory: a window is one segment."""
-    vocabulary: dict[str, Any] = {"vocab_size": 1, "cutoffs": [], "div_val": 1}
-    memory: dict[str, Any] = {"mem_len": 0, "clamp_len": -1, "same_length": False}
-    shape: dict[str, Any] = {"d_model": width, "n_head": HEADS, "d_head": width // HEADS, "d_inner": 4 * width}
-    config = TransformerXLConfig(**vocabulary, **memory, **shape, n_layer=layers, dropout=DROPOUT, dropatt=DROPOUT)
-    return TransformerXLModel(config)
 
 
 class OneShotInformer(InformerPreTrainedModel):
@@ -119,19 +114,35 @@ class InformerForecaster(nn.Module):
         return prediction
 
 
-class CausalForecaster(nn.Module):
-    """Linear layers before and after a causal Transformer, whose input is the known steps followed by zeros."""
+class PatchForecaster(nn.Module):
+    """PatchTST (Nie et al., 2023): each variable by itself, in patches that overlap; it reads no time features."""
 
-    def __init__(self, body: PreTrainedModel, width: int, task: Task) -> None:
+    def __init__(self, task: Task, width: int, layers: int) -> None:
         super().__init__()
-        self.body = body
-        self.embed = nn.Linear(task.variables + task.time_features, width)
-        self.head = nn.Linear(width, task.variables)
+        sizes = {"context_length": task.context, "prediction_length": task.horizon, "d_model": width}
+        sizes |= {"num_input_channels": task.variables, "num_hidden_layers": layers, "num_attention_heads": HEADS}
+        dropouts = dict.fromkeys(("attention_dropout", "ff_dropout", "head_dropout"), DROPOUT)
+        patches = {"patch_length": 2 * STRIDE, "patch_stride": STRIDE, "ffn_dim": 4 * width}
+        self.body: Any = PatchTSTForPrediction(PatchTSTConfig(**sizes, **dropouts, **patches))  # type: ignore[arg-type]
+        base: Any = self.body.base_model  # a small input for `patch_model`
+        base.rsa_probe_inputs = {"past_values": torch.zeros(1, task.context, task.variables)}
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
-        """From known values [B, C, N] and times [B, C + H, F] to predictions [B, H, N]."""
-        H = times.shape[1] - values.shape[1]
-        sequence = torch.cat([nn.functional.pad(values, (0, 0, 0, H)), times], dim=-1)
-        states = self.body(inputs_embeds=self.embed(sequence)).last_hidden_state
-        prediction: Tensor = self.head(states[:, -H:])
+        """From known values [B, C, N] to predictions [B, H, N]; times are not read."""
+        prediction: Tensor = self.body(past_values=values).prediction_outputs
         return prediction
+
+
+class DLinear(nn.Module):
+    """Two linear maps over time, of a moving average and of what is left (Zeng et al., 2023); no attention."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.trend, self.rest = (nn.Linear(task.context, task.horizon) for _ in range(2))
+
+    def forward(self, values: Tensor, times: Tensor) -> Tensor:
+        """From known values [B, C, N] to predictions [B, H, N]; times are not read."""
+        series = values.transpose(1, 2)
+        trend = nn.functional.avg_pool1d(nn.functional.pad(series, (AVERAGED // 2,) * 2, "replicate"), AVERAGED, 1)
+        prediction: Tensor = self.trend(trend) + self.rest(series - trend)
+        return prediction.transpose(1, 2)

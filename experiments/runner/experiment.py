@@ -24,7 +24,7 @@ EXPERIMENTS = {
     "calibrate": "pretrained models with the heads that calibrate chooses, against scaled heads, LoRA and others",
     "synthetic": "prediction errors of RSA and linear RNNs relative to nonlinear RNNs (appendix B, figure 6)",
     "regular-languages": "formal languages at lengths beyond the training lengths",
-    "forecasting": "ETT and Weather forecasts by the Informer and Transformer-XL, with and without RSA",
+    "forecasting": "ETT and Weather forecasts by the Informer and PatchTST, with and without RSA, and by DLinear",
     "language-model": "Transformer-XL and Block-Recurrent Transformer with and without RSA",
 }
 
