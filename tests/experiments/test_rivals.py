@@ -58,4 +58,4 @@ def rows_of(**scores):
 def test_rsa_has_to_beat_every_rival(rsa, verdict):
     conclusion = rivals.conclude(rows_of(plain=[3.0, 3.1, 3.05], convolution=[2.5, 2.52, 2.51], rsa=rsa))
     assert conclusion.verdict == verdict
-    assert f"{2.51 - sum(rsa) / 3:+.3f} bits per byte: {CONVOLUTION}" in conclusion.answer
+    assert f"{sum(rsa) / 3 - 2.51:+.3f} ({CONVOLUTION})" in conclusion.answer

@@ -1,0 +1,133 @@
+"""README's table and its figure: each number against arithmetic of its own on the stored runs."""
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import evidence
+from experiments.evidence import BEGIN, END, find_effects, make_table, write_evidence
+from experiments.runner.experiment import find_experiment
+from experiments.runner.runner import FOLDER, read_runs
+
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+EFFECTS = find_effects(ROOT)
+
+
+def cells(experiment, size):
+    path = ROOT / FOLDER / experiment / size / "cells.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def mean_and_interval(differences):
+    """Of [seeds, parts], or of (seeds,)."""
+    x = np.array(differences, dtype=float)
+    x = x.reshape(len(x), -1)
+    half = 0.0
+    for means in (x.mean(1), x.mean(0)):
+        if len(means) > 1:
+            half += (stats.t.interval(0.95, len(means) - 1)[1] * means.std(ddof=1)) ** 2 / len(means)
+    return x.mean(), x.mean() - half**0.5, x.mean() + half**0.5
+
+
+def by_arm(runs, case):
+    """The parts of the test text by arm, in the order of the seeds, at the rate whose first seed validates best."""
+    found = defaultdict(dict)
+    for run in runs:
+        settings = run["cell"]
+        if all(settings[name] == value for name, value in case.items()):
+            found[settings["arm"]].setdefault(settings["learning_rate"], {})[settings["seed"]] = run["values"]
+    chosen = {}
+    for arm, rates in found.items():
+        best = min(rates, key=lambda rate: rates[rate][0]["validation"])
+        assert min(rates) < best < max(rates), f"{case}, {arm}: {best} is the lowest or highest rate tried"
+        chosen[arm] = [rates[best][seed] for seed in sorted(rates[best])]
+    return chosen
+
+
+def expected_rows():
+    """The numbers of the table from the stored runs, in its order."""
+    rows, confirmed = [], cells("confirmation", "full")
+    cases = list(dict.fromkeys((run["cell"]["model"], run["cell"]["text"]) for run in confirmed))
+    order = [(case["model"], case["text"]) for case in find_experiment("confirmation").grid("full", 1)]
+    cases.sort(key=order.index)
+    chosen = {case: by_arm(confirmed, dict(zip(("model", "text"), case, strict=True))) for case in cases}
+    chosen = {case: arms for case, arms in chosen.items() if all(len(runs) == 5 for runs in arms.values())}
+    for rival in ("plain", "short convolution"):
+        rows += [(arms, rival) for arms in chosen.values()]
+    size = "full" if (ROOT / FOLDER / "rivals" / "full").exists() else "quick"
+    compared = cells("rivals", size)
+    for model, text in dict.fromkeys((run["cell"]["model"], run["cell"]["text"]) for run in compared):
+        arms = by_arm(compared, {"model": model, "text": text})
+        for kind in (
+            ("plain",),
+            ("linear biases", "rotary", "sinusoidal"),
+            ("token shift", "short convolution", "learned toeplitz"),
+        ):
+            of_kind = [arm for arm in kind if arm in arms]
+            rows.append((arms, min(of_kind, key=lambda arm: np.mean([run["validation"] for run in arms[arm]]))))
+    for arms, rival in rows:
+        ours, theirs = (np.array([run["test by part"] for run in arms[arm]]) for arm in ("two free lags", rival))
+        yield rival, mean_and_interval(ours - theirs)
+    smollm2 = [
+        run
+        for run in cells("calibrate", "full")
+        if run["cell"]["model"] == "smollm2" and run["cell"]["trained"] == "nothing"
+    ]
+    for rival, name in (("plain", "plain"), ("no recurrence", "its gates with P = 0")):
+        for task in dict.fromkeys(run["cell"]["task"] for run in smollm2):
+            runs = [run for run in smollm2 if run["cell"]["task"] == task]
+            score = {(run["cell"]["arm"], run["cell"]["seed"]): run["values"]["score"] for run in runs}
+            yield name, mean_and_interval([score["calibrated", seed] - score[rival, seed] for seed in range(5)])
+
+
+def test_the_table_of_readme_is_what_the_stored_runs_say():
+    lines = [line.strip("| ").split(" | ") for line in TABLE.splitlines()[2:]]
+    expected = [*expected_rows()]
+    assert len(lines) == len(expected) >= 8
+    for (_, _, rival, difference, _), (name, numbers) in zip(lines, expected, strict=True):
+        assert rival == name
+        assert re.findall(r"[+-]\d+\.\d+", difference) == [f"{number:+.3f}" for number in numbers], difference
+
+
+def test_verdicts_of_the_table_hold_for_all_rows_together():
+    # Holm's procedure, by hand, on the p-values that the intervals say.
+    rows = [effect.row for effect in EFFECTS]
+    p = [2 * stats.t.sf(abs(r.mean) * stats.t.ppf(0.975, r.seeds - 1) / (r.mean - r.low), r.seeds - 1) for r in rows]
+    verdicts, going = ["undecided"] * len(rows), True
+    for rank, i in enumerate(np.argsort(p)):
+        going = going and p[i] <= 0.05 / (len(rows) - rank)
+        if going:
+            verdicts[i] = "better" if rows[i].mean < 0 else "worse"
+    assert [line.strip("| ").split(" | ")[-1] for line in TABLE.splitlines()[2:]] == verdicts
+
+
+SEARCHED = [name for name in ("defaults", "confirmation", "rivals", "recall") if (ROOT / FOLDER / name).exists()]
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_no_learning_rate_is_chosen_at_an_edge(name):
+    experiment = find_experiment(name)
+    for folder in (ROOT / FOLDER / name).glob("*/configuration.json"):
+        covered = json.loads(folder.read_text(encoding="utf-8"))
+        runs = [run for run in read_runs(folder.parent).values() if run.settings in covered["cells"]]
+        at_an_edge, chosen = experiment.edges(runs)
+        assert at_an_edge == 0 < chosen
+    worst = [run for run in runs if run.settings["learning_rate"] == runs[0].settings["learning_rate"]]
+    assert experiment.edges(worst)[0] > 0  # with one rate tried it is at an edge
+
+
+def test_writing_again_changes_nothing_but_a_wrong_table(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / FOLDER, tmp_path / FOLDER)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# A\n\n{BEGIN}\n| 1.000 |\n{END}\n\nB\n", encoding="utf-8")
+    write_evidence(tmp_path)
+    assert readme.read_text(encoding="utf-8") == f"# A\n\n{BEGIN}\n{TABLE}\n{END}\n\nB\n"
+    assert (tmp_path / evidence.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert make_table(EFFECTS) == TABLE
