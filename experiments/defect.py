@@ -97,9 +97,9 @@ def add_arm(model: Any, settings: Settings, rows: Any, collate: Any) -> Any:
         some = [rows[i] for i in chosen[:CALIBRATION_ROWS].tolist()]
         batches = [{**collate(some[i : i + 16])} for i in range(0, len(some), 16)]
         found = run_calibration(model, batches, seed=settings["seed"], progress=False)
-        return make_calibrated(CALIBRATED, model, found.config, 256, settings["seed"])
+        return make_calibrated(CALIBRATED, model, found.config)
     if arm == ALL_SCALED:
-        return make_calibrated(ALL_SCALED, model, RSAConfig(heads=()), 256, settings["seed"])
+        return make_calibrated(ALL_SCALED, model, RSAConfig(heads=()))
     if arm == LORA:
         return peft.get_peft_model(model, peft.LoraConfig("SEQ_CLS", r=8, lora_alpha=16))
     if arm == LORA_WITH_RSA:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import rsa_hf.peft
-from experiments.calibrate.variants import AFTER, CALIBRATED, IA3, LORA, PLAIN, make_variant
+from experiments.calibrate.variants import LORA, PLAIN, make_variant
 from experiments.pretrained import load_pretrained
 from experiments.pretrained_tasks import Task, defect_task, text_task
 from experiments.runner.files import cached
@@ -30,7 +30,6 @@ NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everyt
 DEVIGN = "devign"
 SCHEDULE = "warmup_stable_decay"  # of the byte-level models
 LORA_RANK = 8
-OTHER_PORTION = 1000  # added to a seed, for rows that are not trained on
 LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
 
 
@@ -45,17 +44,13 @@ def measure(settings: Settings) -> Values:
         if trained == LORA_TRAINED:
             variant = _with_lora(arm, model, plan)
         else:
-            variant = make_variant(arm, model, plan, settings["length"], seed)
+            variant = make_variant(arm, model, plan)
             if trained != EVERYTHING:
                 _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if numbers:
             _train(variant, task, settings)
-        if arm == AFTER:
-            found = _calibrate(variant, make_task(seed + OTHER_PORTION), settings)
-            plan = RSAConfig.from_dict(found["config"])
-            variant = make_variant(CALIBRATED, variant, plan, settings["length"], seed)
         values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers), "weights": weights}
         if trained != NOTHING:
             values["validation"] = task.score(variant, "validation")
@@ -120,7 +115,7 @@ def _with_lora(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
 
 def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
     """Leave the numbers of RSA heads, or of a PEFT adapter, to be trained; or nothing."""
-    if trained == NUMBERS and variant in (LORA, IA3):
+    if trained == NUMBERS and variant == LORA:
         return
     numbers = {p for m in model.modules() if isinstance(m, RSAHeads) for p in m.parameters() if p.requires_grad}
     for parameter in model.parameters():
