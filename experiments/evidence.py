@@ -74,11 +74,9 @@ def _over_rivals(root: Path) -> Iterator[Effect]:
     rows = _rows(rivals.EXPERIMENT, "full", root) or _rows(rivals.EXPERIMENT, "quick", root)
     for of_rsa in rows.find(confirmation.TEST, arm=DEFAULT):
         case = of_rsa.pick(confirmation.GROUP)
-        scores = rows.find(confirmation.VALIDATION, **case)
         for kind in (("plain",), (LINEAR_BIASES, *OF_GPT2), rivals.MEMORIES):
-            best = min((row for row in scores if row.settings["arm"] in kind), key=lambda row: row.mean)
-            [behind] = rows.find(rivals.BEHIND_RSA, **case, arm=best.settings["arm"])
-            yield _from_scratch(rows, behind.scaled(-1), best.settings["arm"])
+            behind = rivals.best_rival(rows, case, kind)
+            yield _from_scratch(rows, behind.scaled(-1), behind.settings["arm"])
 
 
 def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:

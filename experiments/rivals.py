@@ -8,6 +8,8 @@ that passes on the last tokens gains too. Quick and full size differ in the mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from experiments import byte_models, confirmation
@@ -16,7 +18,7 @@ from experiments.confirmation import GROUP, PARAMETERS, PARTS, RATES, SCORED_BYT
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device, step_time_ratio
-from experiments.runner.summary import Conclusion, Rows, Settings, Values
+from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
 from experiments.variants import (
     CONVOLUTION,
     DEFAULT,
@@ -77,18 +79,20 @@ COMPARISON = Comparison(
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA's default is significantly better than every rival in every case."""
     ahead = rows.find(BEHIND_RSA).negated()
-    best = [_best_rival(of_case) for of_case in rows.find(VALIDATION).by("model").values()]
+    best = [best_rival(rows, row.pick(GROUP)) for row in rows.find(TEST, arm=DEFAULT)]
     sentence = (
         f"RSA's default ends significantly better than a rival in {ahead.wins(0)} comparisons." + ahead.undecided(0)
     )
-    over_best = ", ".join(f"{-rows.mean(BEHIND_RSA, **each):+.3f} ({each['arm']})" for each in best)
+    over_best = ", ".join(f"{-row.mean:+.3f} ({row.settings['arm']})" for row in best)
     answer = f"bits per byte over the best rival {over_best}"
     return Conclusion(ahead.judge(0), answer, sentence, tuple(_findings(rows, ahead)))
 
 
-def _best_rival(validations: Rows) -> Settings:
-    """The rival with the lowest mean validation score of a model."""
-    return min((row for row in validations if row.settings["arm"] in RIVALS), key=lambda row: row.mean).settings
+def best_rival(rows: Rows, case: Settings, arms: Sequence[str] = RIVALS) -> Row:
+    """By how much the best of some rivals, by the validation text of a case, is behind RSA on its test text."""
+    scores = [row for row in rows.find(VALIDATION, **case) if row.settings["arm"] in arms]
+    best = min(scores, key=lambda row: row.mean).settings["arm"]
+    return rows.find(BEHIND_RSA, **case, arm=best)[0]
 
 
 def _findings(rows: Rows, ahead: Rows) -> list[str]:

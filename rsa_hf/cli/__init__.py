@@ -1,8 +1,8 @@
 """The command line `rsa-hf`, one file per command.
 
-A user's mistake (a ValueError, OSError or ImportError) prints one line on stderr and exits with code 2. Any other
-error keeps its traceback and exits with code 1. Commands import what they need when they run, so that `rsa-hf --help`
-answers at once.
+A user's mistake (a ValueError, OSError or ImportError), and a loss that diverges, print one line on stderr and exit
+with code 2. Any other error keeps its traceback and exits with code 1. Commands import what they need when they run,
+so that `rsa-hf --help` answers at once.
 """
 
 from __future__ import annotations

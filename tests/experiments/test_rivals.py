@@ -5,6 +5,7 @@ import pytest
 from experiment_runs import finished
 from experiments import rivals
 from experiments.runner.experiment import find_experiment
+from experiments.runner.summary import Rows
 from experiments.variants import CONVOLUTION, DEFAULT, OF_GPT2
 
 EXPERIMENT = find_experiment("rivals")
@@ -31,9 +32,9 @@ def test_a_llama_has_no_positions_of_gpt2():
     assert not arms & {*OF_GPT2} and arms >= {"plain", CONVOLUTION, DEFAULT}
 
 
-def rows_of(**scores):
+def rows_of(text="enwik8", **scores):
     """Rows of one model from the test scores of each arm by seed; validation favours the others over plain."""
-    shared = {"model": "gpt2 of 1M", "text": "enwik8", "steps": 400, "learning_rate": 1e-3}
+    shared = {"model": "gpt2 of 1M", "text": text, "steps": 400, "learning_rate": 1e-3}
     names = {"convolution": CONVOLUTION, "rsa": DEFAULT}
     runs = [
         finished(
@@ -59,3 +60,9 @@ def test_rsa_has_to_beat_every_rival(rsa, verdict):
     conclusion = rivals.conclude(rows_of(plain=[3.0, 3.1, 3.05], convolution=[2.5, 2.52, 2.51], rsa=rsa))
     assert conclusion.verdict == verdict
     assert f"{sum(rsa) / 3 - 2.51:+.3f} ({CONVOLUTION})" in conclusion.answer
+
+
+def test_each_text_has_a_best_rival_of_its_own():
+    one = rows_of(plain=[3.0, 3.1, 3.05], convolution=[2.5, 2.52, 2.51], rsa=[2.4, 2.42, 2.41])
+    other = rows_of("wikitext-2", plain=[3.0, 3.1, 3.05], rsa=[2.9, 2.92, 2.91])
+    assert rivals.conclude(Rows([*one, *other])).answer.endswith(f"-0.100 ({CONVOLUTION}), -0.140 (plain)")
