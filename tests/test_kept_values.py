@@ -68,7 +68,7 @@ def gradient(mask, overwrite, T, heads):
     torch.manual_seed(0)
     value = torch.randn(2, 8, S, 4, requires_grad=True)
     attention = torch.randn(2, T, 8, 4)
-    read = read_attention_mask(attention.transpose(1, 2), value, mask, causal=True, aligned_top_left=True)
+    read = read_attention_mask(attention, value, mask, causal=True, aligned_top_left=True)
     out = heads(attention, value, read)
     if overwrite:
         mask.data.fill_(True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from rsa_hf.children import heads_of
@@ -96,7 +96,7 @@ def _attention_with_rsa(
         require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
-    result = attend(query, value)
+    result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),
@@ -104,10 +104,10 @@ def _attention_with_rsa(
         attention_mask,
         causal,
         # The masks of sdpa; an implementation that a user has registered may take them too.
-        aligned_top_left=ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"],
+        aligned_top_left=has_more_keys and MASKS.get(implementation) is MASKS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
-        positions=cached_positions(module, keywords) if query.shape[2] < key.shape[2] else None,
+        positions=cached_positions(module, keywords) if has_more_keys else None,
     )
     return mixed, result[1]
 
@@ -223,12 +223,12 @@ def mix_recurrence(
             f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "
             "RSAConfig(causal=False)."
         )
-    document_ids, query = None, attention.transpose(1, 2)
+    document_ids = None
     if flash is not None:
         sliding_window = flash.get("sliding_window")
-        document_ids = flash_document_ids(query, value, flash) if mask is None else None
+        document_ids = flash_document_ids(attention, value, flash) if mask is None else None
     visible = read_attention_mask(
-        query,
+        attention,
         value,
         mask,
         causal=causal,

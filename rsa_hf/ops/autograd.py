@@ -6,8 +6,8 @@ Triton supports sliding windows and queries after cached keys only for a single 
 every setting.
 
 `product_in_pytorch` is differentiated by PyTorch itself, any number of times and in every mode. C++ and Triton have
-their first derivatives in an `autograd.Function`; for all others (a backward pass with `create_graph=True`, forward
-mode, the transforms of `torch.func`) `product_in_pytorch` takes their place.
+their first derivatives alone, in `operator.cpp` and in `_Triton`; for all others (a backward pass with
+`create_graph=True`, forward mode, the transforms of `torch.func`) `product_in_pytorch` takes their place.
 
 Code under `torch.compile`, `torch.export` and dispatch modes, such as FakeTensorMode, goes through the operators
 `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside depends on the
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torch.autograd import forward_ad
 
 from rsa_hf.ops import cpp
 from rsa_hf.ops.buffers import empty_output
-from rsa_hf.ops.cpp.launch import cpp_backward, cpp_forward
 from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.problem import Layout, Learned, Problem, rems_and_gate
 from rsa_hf.ops.pytorch import product_in_pytorch
@@ -35,6 +35,7 @@ from rsa_hf.ops.read_mask import read_mask
 from rsa_hf.rem import is_recorded, is_transformed
 
 BACKENDS = ("pytorch", "cpp", "triton")
+_OF_DEVICE = {"cpu": "cpp", "cuda": "triton"}
 VARIABLE = "RSA_HF_BACKEND"
 REQUESTED = os.environ.get(VARIABLE, "")  # asking at each call would take as long as a small operation
 
@@ -43,27 +44,17 @@ Gradients = tuple[Tensor | None, ...]  # of `Problem.tensors`
 
 def solve(problem: Problem) -> Tensor:
     """The output of a problem: P V, or eq. 4."""
-    if is_transformed() or (is_recorded() and torch.onnx.is_in_onnx_export()):
+    if is_recorded():
+        return _solve_recorded(problem)
+    if is_transformed():
         return _in_pytorch(problem)
-    if is_recorded() and problem.mask.is_step:  # a compiler makes few kernels of it
-        return _in_pytorch(problem)
-    if not is_recorded():
-        if problem.value.is_cpu:
-            problem = problem._replace(mask=problem.mask.with_known_position())
-        path = _path(problem)
-        if path == "pytorch":
-            return _in_pytorch(problem)
-        if not torch.is_grad_enabled():
-            return _forward(path, problem)
-        result: Tensor = _Solve.apply(problem, path, *problem.tensors)  # type: ignore[no-untyped-call]
-        return result
-    mask, layout = problem.mask, problem.layout
-    masks = (mask.unread_mask, mask.key_mask, mask.documents, mask.visible)
-    numbers = [number for row in layout.rows for number in row]
-    described = (numbers, layout.scale, layout.num_free_lags, problem.num_key_value_groups)
-    sizes = (mask.query_length, mask.query_offset, mask.causal, mask.sliding_window)
-    output: Tensor = torch.ops.rsa_hf.recurrence(*problem.tensors, *masks, *described, *sizes)
-    return output
+    if problem.mask.query_position is not None and problem.value.is_cpu:
+        problem = problem._replace(mask=problem.mask.with_known_position())
+    path = _path(problem)
+    if path != "triton" or not torch.is_grad_enabled():
+        return _forward(path, problem)
+    result: Tensor = _Triton.apply(problem, *problem.tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 # --- which code -----------------------------------------------------------------------------------------------------
@@ -74,13 +65,13 @@ def _path(problem: Problem) -> str:
     backend, mask = choose_backend(problem), problem.mask
     if problem.value.numel() == 0:
         return "pytorch"
+    if backend == "cpp":
+        return backend if mask.visible is None else "pytorch"
     if backend == "triton" and mask.is_step and mask.documents is None:
         is_row = mask.query_position is not None and mask.visible is not None and mask.visible.shape[1] == 1
         return "triton" if is_row or mask.visible is None else "pytorch"
-    if mask.visible is not None:
-        return "pytorch"
-    is_left_out = mask.has_few_queries or mask.sliding_window is not None
-    return "pytorch" if backend == "triton" and is_left_out else backend
+    is_left_out = mask.visible is not None or mask.has_few_queries or mask.sliding_window is not None
+    return "pytorch" if is_left_out else backend
 
 
 def choose_backend(problem: Problem) -> str:
@@ -88,7 +79,7 @@ def choose_backend(problem: Problem) -> str:
     chosen = REQUESTED
     if chosen and chosen not in BACKENDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
-    backend = chosen or {"cpu": "cpp", "cuda": "triton"}.get(problem.value.device.type, "pytorch")
+    backend = chosen or _OF_DEVICE.get(problem.value.device.type, "pytorch")
     if backend == "pytorch":
         return backend
     if backend == "cpp":
@@ -121,7 +112,8 @@ def _in_pytorch(problem: Problem) -> Tensor:
 
 def _forward(path: str, problem: Problem) -> Tensor:
     if path == "cpp":
-        return cpp_forward(problem)
+        output: Tensor = torch.ops.rsa_hf.walk.default(*_arguments(problem, problem.layout.numbers))
+        return output
     if path == "triton":
         from rsa_hf.ops.triton.launch import triton_forward
 
@@ -132,7 +124,8 @@ def _forward(path: str, problem: Problem) -> Tensor:
 def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
     """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
     if path == "cpp":
-        return cpp_backward(grad, problem)
+        arguments = _arguments(problem, problem.layout.numbers)
+        return _given(torch.ops.rsa_hf.walk_backward.default(grad, *arguments), problem)
     if path == "triton" and problem.mask.visible is None and problem.mask.sliding_window is None:
         from rsa_hf.ops.triton.launch import triton_backward
 
@@ -153,19 +146,19 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
 # --- eager ----------------------------------------------------------------------------------------------------------
 
 
-class _Solve(torch.autograd.Function):
+class _Triton(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: Problem, path: str, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, problem: Problem, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.described, ctx.path = problem[3:], path
-        return _forward(path, problem)
+        ctx.described = problem[3:]
+        return _forward("triton", problem)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         value, attention, *learned = ctx.saved_tensors
         problem = Problem(value, attention, Learned(*learned), *ctx.described)
-        path = "pytorch" if _is_differentiated_again(grad) else ctx.path
-        return (None, None, *_backward(path, grad, problem))
+        path = "pytorch" if _is_differentiated_again(grad) else "triton"
+        return (None, *_backward(path, grad, problem))
 
 
 def _is_differentiated_again(grad: Tensor) -> bool:
@@ -174,19 +167,39 @@ def _is_differentiated_again(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-# --- compiled and exported ------------------------------------------------------------------------------------------
+# --- the operators --------------------------------------------------------------------------------------------------
 
-_TENSORS, _MASKS, _OTHERS = 7, 4, 8  # arguments of the operator: of `Problem.tensors`, of the mask, and others
+_TENSORS, _MASKS, _OTHERS = 7, 4, 8  # arguments: of `Problem.tensors`, of the mask, and others
 _ARGUMENTS = (
     "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? free_lags, "
     "Tensor? mask, Tensor? key_mask, Tensor? documents, Tensor? visible, int[] layout, float scale, "
     "int num_free_lags, int num_key_value_groups, SymInt query_length, SymInt query_offset, bool causal, "
     "SymInt? sliding_window"
 )
+# Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
+_LIBRARY = torch.library.Library("rsa_hf", "DEF")
+for _name in ("recurrence", "walk"):
+    _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+for _name in ("recurrence_backward", "walk_backward", "differentiable_backward"):
+    _LIBRARY.define(
+        f"{_name}(Tensor grad, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * _TENSORS)})",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+
+
+def _arguments(problem: Problem, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments of the operators; `numbers` are those of the layout."""
+    layout, mask = problem.layout, problem.mask
+    return (
+        *problem.tensors,
+        *(mask.unread_mask, mask.key_mask, mask.documents, mask.visible),
+        *(numbers, layout.scale, layout.num_free_lags, problem.num_key_value_groups),
+        *(mask.query_length, mask.query_offset, mask.causal, mask.sliding_window),
+    )
 
 
 def _problem(*arguments: Any) -> Problem:
-    """The problem from the arguments of the operator."""
+    """The problem from the arguments of an operator."""
     value, attention, *learned = arguments[:_TENSORS]
     mask, key_mask, documents, visible, numbers, scale, K, groups, *sizes = arguments[_TENSORS:]
     query_length, query_offset, causal, window = sizes
@@ -199,13 +212,27 @@ def _problem(*arguments: Any) -> Problem:
     return Problem(value, attention, Learned(*learned), layout, groups, read)
 
 
-# Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
-_LIBRARY = torch.library.Library("rsa_hf", "DEF")
-_LIBRARY.define(f"recurrence({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_LIBRARY.define(
-    f"recurrence_backward(Tensor grad, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * _TENSORS)})",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def _given(gradients: Iterable[Tensor], problem: Problem) -> Gradients:
+    """What an operator returns for the gradients of `Problem.tensors`, where it has a tensor for each None."""
+    return tuple(None if x is None else found for found, x in zip(gradients, problem.tensors, strict=True))
+
+
+@torch.library.impl(_LIBRARY, "differentiable_backward", "CompositeImplicitAutograd")
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of `rsa_hf::walk`, as operations that can be differentiated; operator.cpp calls it."""
+    gradients = _backward("pytorch", grad, _problem(*arguments))
+    return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+# --- compiled and exported ------------------------------------------------------------------------------------------
+
+
+def _solve_recorded(problem: Problem) -> Tensor:
+    if is_transformed() or torch.onnx.is_in_onnx_export() or problem.mask.is_step:
+        return _in_pytorch(problem)  # of a step a compiler makes few kernels
+    numbers = [number for row in problem.layout.rows for number in row]  # not those that are cached, with a lock
+    output: Tensor = torch.ops.rsa_hf.recurrence(*_arguments(problem, numbers))
+    return output
 
 
 @torch.library.impl(_LIBRARY, "recurrence", "CompositeExplicitAutograd")

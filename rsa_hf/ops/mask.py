@@ -23,7 +23,7 @@ FEW_QUERIES = 16
 LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less time than one by one
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: one is made in each layer, and freezing takes as long as a small operation
 class AttentionMask:
     """Which keys each query sees; a ValueError if queries are not at positions of keys."""
 

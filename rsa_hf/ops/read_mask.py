@@ -23,8 +23,8 @@ HIDDEN_AT_OR_BELOW = -1e4
 
 
 def read_attention_mask(
-    query: Tensor,
-    key: Tensor,
+    attention: Tensor,
+    value: Tensor,
     attention_mask: Any,
     *,
     causal: bool,
@@ -35,8 +35,8 @@ def read_attention_mask(
     """Read the mask of one attention call.
 
     Args:
-        query: [B, H, T, D].
-        key: [B, Hkv, S, D].
+        attention: its output, [B, T, H, D].
+        value: [B, Hv, S, D].
         attention_mask: None; 2-D [B, S], nonzero or True for real keys (flash attention), or [B, M] with T ≤ M < S if
             a static cache has slots after the queries; 4-D [B or 1, H or 1, T or 1, S], boolean (sdpa) or additive
             (eager); or a BlockMask (flex attention; a `score_mod` hides no keys).
@@ -53,9 +53,9 @@ def read_attention_mask(
         TypeError: a mask of an unknown kind.
         ValueError: a mask whose shape does not fit.
     """
-    T, S = query.shape[2], key.shape[2]
+    T, S = attention.shape[1], value.shape[2]
     if hasattr(attention_mask, "mask_mod"):
-        attention_mask = evaluate_block_mask(attention_mask, query, S)
+        attention_mask = evaluate_block_mask(attention_mask, attention, S)
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise TypeError(
             f"RSA cannot read an attention mask of type {type(attention_mask).__name__}. Allowed: None, a tensor, or "
@@ -89,24 +89,24 @@ def read_attention_mask(
     return AttentionMask(T, S, offset, causal, key_mask, packed, window)
 
 
-def flash_document_ids(query: Tensor, key: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
+def flash_document_ids(attention: Tensor, value: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
     """Document ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
 
     The keywords are `cu_seq_lens_q`, the start of each document and the end of the last; or `position_ids`, [1, T],
     which restart with each document (at their minimum: RoBERTa's is not 0). Packed documents in several rows or after
     cached keys are a NotImplementedError.
     """
-    B, S = len(query), key.shape[2]
+    (B, T), S = attention.shape[:2], value.shape[2]
     ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))
     positions = keywords.get("position_ids")
     if ends is not None:
-        if query.shape[2] != S or B != 1:
+        if T != S or B != 1:
             raise NotImplementedError(
                 f"RSA reads packed documents in one row, with as many queries as keys; got {B} rows, "
-                f"{query.shape[2]} queries and {S} keys. Use attn_implementation='sdpa'."
+                f"{T} queries and {S} keys. Use attn_implementation='sdpa'."
             )
         return torch.searchsorted(ends, torch.arange(S, dtype=ends.dtype, device=ends.device), right=True)[None]
-    if positions is None or B != 1 or query.shape[2] != S or positions.shape != (1, S):
+    if positions is None or B != 1 or T != S or positions.shape != (1, S):
         return None
     return remembered(_document_ids_of_positions, positions)
 
@@ -131,8 +131,8 @@ def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > HIDDEN_AT_OR_BELOW
 
 
-def evaluate_block_mask(block_mask: Any, query: Tensor, key_length: int) -> Tensor:
-    """Which keys each query sees under flex attention: [B or 1, H or 1, T, S], boolean.
+def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> Tensor:
+    """Which keys each query sees under flex attention, whose output is given: [B or 1, H or 1, T, S], boolean.
 
     Flex attention shows the keys of full blocks, asks `mask_mod` in partial blocks, and skips all others. The mask is
     evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the same
@@ -140,8 +140,8 @@ def evaluate_block_mask(block_mask: Any, query: Tensor, key_length: int) -> Tens
     """
     from torch.nn.attention.flex_attention import create_mask  # slow to import
 
-    B, H, T, S = *query.shape[:3], key_length
-    visible = create_mask(block_mask.mask_mod, B, H, T, S, query.device)
+    (B, T, H), S = attention.shape[:3], key_length
+    visible = create_mask(block_mask.mask_mod, B, H, T, S, attention.device)
     # vmap expands along an index that `mask_mod` does not look at. One row or head is enough there.
     visible = visible[: B if visible.stride(0) else 1, : H if visible.stride(1) else 1]
     visible = visible & _in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, T, S)

@@ -151,8 +151,8 @@ def test_documents_of_a_block_mask_that_change_in_place_are_read_anew(monkeypatc
     assert max(gap(LENGTH), gap(4), gap(9)) < TOLERANCE
     kept = {}  # the control keeps what a BlockMask was first evaluated to
 
-    def by_identity(mask, query, key_length):
-        return kept.setdefault(mask, evaluate_block_mask(mask, query, key_length))
+    def by_identity(mask, attention, key_length):
+        return kept.setdefault(mask, evaluate_block_mask(mask, attention, key_length))
 
     monkeypatch.setattr("rsa_hf.ops.read_mask.evaluate_block_mask", by_identity)
     assert gap(4) < TOLERANCE

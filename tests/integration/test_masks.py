@@ -20,8 +20,8 @@ MIN = torch.finfo(torch.float32).min
 
 
 def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
-    query, key = torch.empty(2, 3, T, 4), torch.empty(2, 3, S, 4)
-    return read_attention_mask(query, key, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
+    attention, value = torch.empty(2, T, 3, 4), torch.empty(2, 3, S, 4)
+    return read_attention_mask(attention, value, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
 
 
 def heads(value):
@@ -165,10 +165,10 @@ def test_a_position_bias_hides_no_key():
 @pytest.mark.parametrize("inference", [False, True])
 def test_positions_that_change_in_place_are_read_anew(inference):
     with torch.inference_mode(inference):  # where there is no version counter
-        query, positions = torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
-        assert flash_document_ids(query, query, {"position_ids": positions}).tolist() == [[1, 1, 2, 2, 2]]
+        attention, value, positions = torch.empty(1, 5, 2, 3), torch.empty(1, 2, 5, 3), torch.tensor([[0, 1, 0, 1, 2]])
+        assert flash_document_ids(attention, value, {"position_ids": positions}).tolist() == [[1, 1, 2, 2, 2]]
         positions[0, 2:] += 2  # one document now
-        assert flash_document_ids(query, query, {"position_ids": positions}) is None
+        assert flash_document_ids(attention, value, {"position_ids": positions}) is None
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,9 @@ def test_forward_mode_of_a_step_agrees_with_finite_differences(masks, way):
     assert relative_error(found, expected) < 1e-6
 
 
+@pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
 @pytest.mark.usefixtures("in_float64")
-def test_dropped_tangents_are_caught(monkeypatch):
+def test_tangents_are_never_dropped_in_silence(monkeypatch):
     monkeypatch.setattr("rsa_hf.ops.autograd.is_transformed", lambda: False)
-    found, expected = tangents_of_a_step({}, "dual")
-    assert relative_error(found, expected) > 1e-2
+    with pytest.raises(RuntimeError, match="jvp"):
+        tangents_of_a_step({}, "dual")

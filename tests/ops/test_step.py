@@ -39,7 +39,9 @@ def tensors(H=6, Hv=6, D=16, dtype=torch.float64):
 def row(value, seen=None, window=None):
     """The mask of a last query, read as it is in a model."""
     mask = None if seen is None else seen[:, None, None]
-    return read_attention_mask(value[:, :, :1], value, mask, causal=True, aligned_top_left=True, sliding_window=window)
+    return read_attention_mask(
+        value[:, :, :1].transpose(1, 2), value, mask, causal=True, aligned_top_left=True, sliding_window=window
+    )
 
 
 @torch.no_grad()

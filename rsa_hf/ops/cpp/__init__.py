@@ -1,6 +1,6 @@
 r"""P V, mixed into attention, and its gradients on a CPU: C++ that walks along the sequence.
 
-The C++ is compiled when it is first needed, in about three seconds, and kept in the user's cache (`build.py`). That
+The C++ is compiled when it is first needed, in about ten seconds, and kept in the user's cache (`build.py`). That
 takes a compiler and nothing else; without one, `ops/pytorch.py` computes the same in plain PyTorch, more slowly.
 
 On a CPU the recurrence itself is the cheapest way to P V: a few multiplications for each number, so reading V is what
@@ -42,16 +42,15 @@ from rsa_hf.ops.problem import Problem
 
 __all__ = ["obstacle"]
 
-_OF_PYTORCH = (Tensor, torch.nn.Parameter)
+_OF_PYTORCH = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def obstacle(problem: Problem) -> str | None:
     """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
-    for tensor in problem.tensors:
-        if tensor is None or (tensor.is_cpu and type(tensor) in _OF_PYTORCH):
-            continue
-        if not tensor.is_cpu:
-            return f"a tensor is on {tensor.device}, and it is for CPUs"
-        return f"a tensor is a {type(tensor).__name__}, whose memory cannot be read"
+    if not problem.value.is_cpu:
+        return f"a tensor is on {problem.value.device}, and it is for CPUs"
+    if not _OF_PYTORCH.issuperset(map(type, problem.tensors)):
+        others = {type(tensor).__name__ for tensor in problem.tensors if type(tensor) not in _OF_PYTORCH}
+        return f"a tensor is a {min(others)}, whose memory cannot be read"
     found = library()
     return found if isinstance(found, str) else None

@@ -1,88 +1,20 @@
 // P V, mixed into attention, and its gradients, step by step: the recurrence of __init__.py as it stands there.
-// launch.py calls the functions at the end through a C interface, so no header of Python or PyTorch is needed.
+#include "problem.h"
 
 #include <algorithm>
 #include <cmath>
 #include <complex>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
 
+namespace rsa_hf {
 namespace {
-
-using Index = std::int64_t;
-
-// The positions (keys or queries) of one row and head of a tensor, from some channel on; null without a tensor.
-template <typename Number>
-struct Positions {
-  Number* first;
-  Index stride;
-
-  explicit operator bool() const { return first; }
-  Number* operator()(Index position) const { return first + position * stride; }
-};
-
-// A tensor [rows, heads, positions, channels]: strides in numbers, 1 for channels.
-struct Tensor {
-  void* data;
-  Index row, head, position;
-
-  template <typename Number>
-  Positions<Number> at(Index b, Index h, Index channel) const {
-    auto* numbers = static_cast<Number*>(data);
-    return {numbers ? numbers + b * row + h * head + channel : nullptr, position};
-  }
-};
-
-// An RSA head, and where its numbers stand among the learned ones: `HeadRow` of problem.py.
-struct Row {
-  Index index, kind, dilation, gate, rate, lags;
-};
 
 constexpr Index REGULAR = 0, SIN = 2;
 constexpr Index MOST_FREE_LAGS = 8;
 constexpr double NEGLIGIBLE = 0x1p-30;  // of the largest value, in P V: below what float32 resolves
-
-// Numbers that are learned, in float32 or float64.
-struct Learned {
-  void* data;
-  Index is_wide;
-
-  double operator[](Index place) const {
-    return is_wide ? static_cast<const double*>(data)[place] : static_cast<const float*>(data)[place];
-  }
-
-  void add(Index place, double number) const {
-    if (!data) return;
-    if (is_wide) static_cast<double*>(data)[place] += number;
-    else static_cast<float*>(data)[place] += float(number);
-  }
-};
-
-// Mirrored by `PROBLEM` in launch.py.
-struct Problem {
-  Index rows, heads, keys, queries, channels, query_offset, num_key_value_groups, is_causal, threads;
-  Index window;                  // positions that a query sees back, itself included; 0: all
-  const std::uint8_t* key_mask;  // [rows, keys], 0 where a key is hidden; or null
-  Index key_mask_row;
-  const Index* documents;  // [rows, keys]; or null
-  Index documents_row;
-  const Row* layout;                           // [heads], ascending
-  double scale;                                // of what is learned; 0: gates and rates are given themselves
-  Index free_lags_of_head;                     // K
-  Learned mu, eta, nu, theta, free_lags;       // without `mu` P V alone is computed
-  Learned dmu, deta, dnu, dtheta, dfree_lags;  // gradients, which are added
-  Tensor value, attention, output, grad, dattention, dvalue;
-
-  bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }
-
-  // Whether head h reads the same value head as the one before it.
-  bool shares_value(Index h) const {
-    return h > 0 && layout[h].index / num_key_value_groups == layout[h - 1].index / num_key_value_groups;
-  }
-};
 
 // A learned number, what it stands for, and the derivative of that.
 struct Rate {
@@ -169,7 +101,7 @@ struct Head {
   bool is_real;                    // z: there is no imaginary part to compute
   Index free_lags;                 // K, in its own window
   double added[MOST_FREE_LAGS];    // what free lags are more than the paper's f
-  const std::uint8_t* key_mask;
+  const bool* key_mask;
   const Index* documents;
 
   Head(const Problem& p, Index b, Index h)
@@ -669,11 +601,14 @@ void backward(const Problem& p) {
 
 }  // namespace
 
-extern "C" {
-void forward_float32(const Problem* p) { forward<float>(*p); }
-void forward_float64(const Problem* p) { forward<double>(*p); }
-void backward_float32(const Problem* p) { backward<float>(*p); }
-void backward_float64(const Problem* p) { backward<double>(*p); }
-void queries_float32(const Problem* p) { queries<float>(*p); }
-void queries_float64(const Problem* p) { queries<double>(*p); }
+template <typename Number>
+void solve(const Problem& p, Pass pass) {
+  if (pass == Pass::FORWARD) forward<Number>(p);
+  else if (pass == Pass::FEW_QUERIES) queries<Number>(p);
+  else backward<Number>(p);
 }
+
+template void solve<float>(const Problem&, Pass);
+template void solve<double>(const Problem&, Pass);
+
+}  // namespace rsa_hf
