@@ -111,4 +111,4 @@ def test_the_wheel_holds_the_package_alone(tmp_path):
     names = zipfile.ZipFile(built).namelist()
     assert {file.split("/")[0].split("-")[0] for file in names} == {"rsa_hf"}
     assert {"rsa_hf/hub/model_card.md", "rsa_hf/startup/sitecustomize.py", "rsa_hf/py.typed"} <= set(names)
-    assert any(file.startswith("rsa_hf/ops/cpp/") and file.endswith(".cpp") for file in names)
+    assert {f"rsa_hf/ops/cpp/{name}" for name in ("scan.cpp", "operator.cpp", "problem.h")} <= set(names)

@@ -174,16 +174,18 @@ def test_a_measured_tuning_is_not_used_where_results_must_be_deterministic(monke
     assert tuning.fastest(*asked) == options[0]
 
 
-def test_each_kind_of_processor_has_its_own_library(monkeypatch, tmp_path):
+def test_each_processor_and_version_of_pytorch_has_its_own_library(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "c++")
     monkeypatch.setattr(cpp_build, "_flags", list)
     monkeypatch.setattr(cpp_build, "_compiled", lambda command, kept: str(kept))
-    names = set()
-    for machine in ("x86_64", "aarch64", "x86_64"):
+    names = []
+    for machine, version in (("x86_64", "2.13.0"), ("aarch64", "2.13.0"), ("x86_64", "2.12.0"), ("x86_64", "2.13.0")):
         monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
-        names.add(cpp_build.library.__wrapped__())
-    assert len(names) == 2
+        monkeypatch.setattr(cpp_build.torch, "__version__", version)
+        names.append(cpp_build.library.__wrapped__())
+    assert len(set(names)) == 3
+    assert names[0] == names[3]
 
 
 def test_each_folder_has_its_own_functions(tmp_path):
