@@ -12,7 +12,7 @@ import rsa_hf
 import rsa_hf.layer
 import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
-from families import FULL_PLAN, build, inputs, patched
+from families import FULL_PLAN, build, inputs, patched, tokens
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.read_mask import read_attention_mask
@@ -130,6 +130,19 @@ def test_other_dispatch_modes_see_the_recurrence(monkeypatch):
     # The control: an operation that the mode does not see is a constant of its graph.
     monkeypatch.setattr(rsa_hf.ops.autograd, "is_recorded", lambda: False)
     assert not torch.allclose(make_fx(product)(value)(other), expected, atol=1e-2)
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_a_mask_that_was_read_in_inference_mode_serves_a_training_step():
+    model, twin = (patched("llama", "eager") for _ in range(2))
+    ids, mask = tokens(2, 9), torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    mask[0, :, :, :3], mask[0, 0, 0, 0] = False, True
+    with torch.inference_mode():
+        model(ids, attention_mask=mask, use_cache=False)
+    for each in (model, twin):
+        each(ids, attention_mask=mask.clone() if each is twin else mask, use_cache=False).logits.sum().backward()
+    for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
 
 
 # --- the default device and dtype -----------------------------------------------------------------------------------

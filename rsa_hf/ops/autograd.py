@@ -63,7 +63,7 @@ def solve(problem: Problem) -> Tensor:
 def _path(problem: Problem) -> str:
     """The backend, or `"pytorch"` where that does not take the mask."""
     backend, mask = choose_backend(problem), problem.mask
-    if problem.value.numel() == 0:
+    if problem.value.numel() == 0 or mask.query_length == 0:
         return "pytorch"
     if backend == "cpp":
         return backend if mask.visible is None else "pytorch"
@@ -137,8 +137,16 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
         attention, *learned = map(tensors.get, range(1, len(problem.tensors)))
         return _in_pytorch(problem._replace(value=value, attention=attention, learned=Learned(*learned)))
 
-    # Not by `torch.autograd`, which is off inside an operator.
-    gradients = torch.func.vjp(product, *(problem.tensors[place] for place in given))[1](grad)
+    tensors = [tensor for tensor in problem.tensors if tensor is not None]
+    if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad):
+        gradients = torch.func.vjp(product, *tensors)[1](grad)
+    else:  # torch.func refuses hooks on saved tensors, as checkpointing has them
+        again = torch.is_grad_enabled()
+        autograd_is_on = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with torch.enable_grad(), autograd_is_on:  # it is off inside an operator
+            copies = [x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_() for x in tensors]
+            options = {"create_graph": again, "materialize_grads": True}
+            gradients = torch.autograd.grad(product(*copies), copies, grad, **options)
     found = dict(zip(given, gradients, strict=True))
     return tuple(map(found.get, range(len(problem.tensors))))
 

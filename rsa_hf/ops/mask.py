@@ -130,7 +130,8 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
         if reference() is tensor and before == key and (copy is None or _is_equal(copy, tensor)):
             found: Answer = answer
             return found
-    new = function(tensor, *args)
+    with torch.inference_mode(False):  # the next caller may need the answer for a backward pass
+        new = function(tensor, *args)
 
     def forget(dead: weakref.ref[Tensor]) -> None:
         known[:] = [entry for entry in known if entry[0] is not dead]

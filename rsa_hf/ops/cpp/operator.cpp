@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -37,7 +38,9 @@ constexpr Index FEW_QUERIES = 16;          // as in mask.py
 
 at::Tensor tensor_or_undefined(const c10::IValue& value) { return value.isNone() ? at::Tensor() : value.toTensor(); }
 
-at::Tensor in_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
+// With its signs in memory: PyTorch keeps a negated view of one as a bit.
+at::Tensor in_dtype(at::Tensor tensor, at::ScalarType dtype) {
+  if (tensor.is_neg()) tensor = tensor.resolve_neg();
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }
 
@@ -115,7 +118,7 @@ struct Read {
 
   Learned learned(at::Tensor tensor) {
     if (!tensor.defined()) return {};
-    if (tensor.scalar_type() != at::kDouble) tensor = in_dtype(tensor, at::kFloat);
+    tensor = in_dtype(tensor, tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
     return {pointer(tensor.contiguous()), tensor.scalar_type() == at::kDouble};
   }
 
@@ -236,7 +239,8 @@ struct Walk : torch::autograd::Function<Walk> {
   // `given` are those of the tensors that are defined: autograd knows what it sees in a list.
   static at::Tensor forward(Context* context, at::TensorList given, const Tensors& tensors, const Others& others) {
     context->save_for_backward(List(tensors.begin(), tensors.end()));
-    context->saved_data["others"] = others;
+    // One by one: compiled autograd cannot hash a tuple.
+    for (int i = 0; i < OTHERS; i++) context->saved_data[std::to_string(i)] = others->elements()[i];
     return rsa_hf::forward(tensors, others);
   }
 
@@ -244,7 +248,9 @@ struct Walk : torch::autograd::Function<Walk> {
     const auto saved = context->get_saved_variables();
     Tensors tensors;
     std::copy(saved.begin(), saved.end(), tensors.begin());
-    const Others others = context->saved_data["others"].toTuple();
+    std::vector<c10::IValue> kept;
+    for (int i = 0; i < OTHERS; i++) kept.push_back(context->saved_data[std::to_string(i)]);
+    const Others others = c10::ivalue::Tuple::create(std::move(kept));
     const auto found = is_plain(grads[0]) ? rsa_hf::backward(grads[0], tensors, others)
                                           : backward_in_pytorch(grads[0], tensors, others);
     List results = defined(found);
