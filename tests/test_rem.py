@@ -12,13 +12,8 @@ from rsa_hf.rem import decay_rates
 def test_the_six_rems_have_the_entries_of_the_paper():
     lam, gamma, theta = -0.7, 0.8, 0.6
     kinds = ["regular", "cos", "sin"] * 2
-    P = rem_matrix(
-        kinds,
-        torch.tensor([lam, gamma, gamma] * 2, dtype=torch.float64),
-        torch.tensor([0.0, theta, theta] * 2, dtype=torch.float64),
-        [1, 1, 1, 2, 3, 3],
-        query_length=7,
-    )
+    decay, angles = torch.tensor([[lam, gamma, gamma] * 2, [0.0, theta, theta] * 2], dtype=torch.float64)
+    P = rem_matrix(kinds, decay, angles, [1, 1, 1, 2, 3, 3], query_length=7)
     assert P.shape == (6, 7, 7)
     assert P[0, 5, 2].item() == pytest.approx(lam**3)
     assert P[1, 5, 2].item() == pytest.approx(gamma**3 * math.cos(3 * theta))
@@ -29,22 +24,11 @@ def test_the_six_rems_have_the_entries_of_the_paper():
     assert P[5, 4, 1].item() == pytest.approx(gamma * math.sin(theta))
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 8])
-def test_dilation_is_a_kronecker_product(d):
-    # Compare with the leading T×T block of P ⊗ I_d.
-    T = 8
-    base = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, 1, query_length=T)
-    dilated = rem_matrix(["regular", "cos", "sin"], 0.9, 0.5, d, query_length=T)
-    expected = torch.stack([torch.kron(head, torch.eye(d))[:T, :T] for head in base])
-    torch.testing.assert_close(dilated, expected)
-
-
 def test_queries_are_the_last_positions_unless_an_offset_is_given():
     whole = rem_matrix("cos", 0.9, 0.5, query_length=12)
     torch.testing.assert_close(rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12), whole[:, 7:])
-    torch.testing.assert_close(
-        rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12, query_offset=2), whole[:, 2:7]
-    )
+    early = rem_matrix("cos", 0.9, 0.5, query_length=5, key_length=12, query_offset=2)
+    torch.testing.assert_close(early, whole[:, 2:7])
 
 
 def test_gradients_are_those_of_finite_differences():
