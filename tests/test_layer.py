@@ -6,21 +6,14 @@ import math
 import pytest
 import torch
 
+from families import FULL_PLAN
 from references import equation_4, relative_error
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 
-PLAN = {
-    "num_regular": 2,
-    "num_cyclical_pairs": 1,
-    "num_dilated_regular": 1,
-    "num_dilated_cyclical_pairs": 1,
-    "dilation": [2, 3, 4],
-}
-
 
 def make(**values):
-    return RSAHeads(RSAConfig(**{**PLAN, **values}).layer_specs([10])[0])
+    return RSAHeads(RSAConfig(**{**FULL_PLAN, "num_regular": 2, **values}).layer_specs([10])[0])
 
 
 def test_parameters_start_where_the_plan_says():
@@ -48,14 +41,12 @@ def test_parameters_stay_float32_when_the_model_is_cast(cast):
         assert value.dtype == torch.float32
 
 
-def test_more_rsa_heads_than_heads_is_an_error():
-    with pytest.raises(ValueError, match="up to index 6.*has 4 heads"):
-        make()(torch.randn(1, 5, 4, 2), torch.randn(1, 4, 5, 2), AttentionMask(5, 5, 0, True))
-
-
-def test_lengths_that_do_not_fit_the_mask_are_an_error():
-    with pytest.raises(ValueError, match="5 queries and 5 values.*6 and 6"):
-        make()(torch.randn(1, 5, 10, 2), torch.randn(1, 10, 5, 2), AttentionMask(6, 6, 0, True))
+@pytest.mark.parametrize(
+    ("H", "T", "message"), [(4, 5, "up to index 6.*has 4 heads"), (10, 6, "5 queries and 5 values.*6 and 6")]
+)
+def test_a_layer_with_too_few_heads_and_a_mask_of_another_length_are_errors(H, T, message):
+    with pytest.raises(ValueError, match=message):
+        make()(torch.randn(1, 5, H, 2), torch.randn(1, H, 5, 2), AttentionMask(T, T, 0, True))
 
 
 @pytest.mark.parametrize("queries", [1, 5, 23])

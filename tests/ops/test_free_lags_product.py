@@ -80,8 +80,3 @@ def test_free_lags_agree_with_nested_loops(backend, causal, T, S, window, docume
     for broken in (one_step_late, backwards, added_to_the_paper):
         wrong = loops(broken, *exact)
         assert relative_error(found[0], wrong) > 1e-2, broken.__name__
-
-
-def test_free_lags_of_a_wrong_shape_are_refused():
-    with pytest.raises(ValueError, match=r"free_lags has shape \(2, 9\): \[1, K\] with K from 1 to 8 is needed"):
-        rem_product(torch.randn(1, 1, 4, 2), "cos", 0.5, free_lags=torch.ones(2, 9))

@@ -137,6 +137,7 @@ def test_a_wrong_rem_is_caught(broken):
         ({"query_length": 3, "query_offset": 5}, "query_offset from 0 to 7"),
         ({"sliding_window": 0}, "sliding_window=0.*≥ 1"),
         ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
+        ({"free_lags": torch.ones(2, 9)}, r"free_lags has shape \(2, 9\): \[6, K\] with K from 1 to 8 is needed"),
     ],
 )
 def test_a_bad_argument_is_an_error(arguments, message):
