@@ -40,13 +40,9 @@ def flash_attn_varlen_func(
     lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert (sum(lengths_q), sum(lengths_k)) == (len(q), len(k))
     assert (max(lengths_q), max(lengths_k)) == (int(max_seqlen_q), int(max_seqlen_k))
-    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-    return torch.cat(
-        [
-            flash_attn_func(a[None], b[None], c[None], dropout_p, softmax_scale, causal, window_size, softcap)[0]
-            for a, b, c in parts
-        ]
-    )
+    parts = zip(q[None].split(lengths_q, 1), k[None].split(lengths_k, 1), v[None].split(lengths_k, 1), strict=True)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return torch.cat([flash_attn_func(*part, *options) for part in parts], 1)[0]
 
 
 def install(monkeypatch) -> None:

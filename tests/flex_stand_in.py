@@ -36,15 +36,9 @@ def attention(
     key, value = (x.repeat_interleave(H // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
     if score_mod is not None:
-        by_index = score_mod
-        for axes in (
-            (0, None, None, None, 0),
-            (0, None, None, 0, None),
-            (0, None, 0, None, None),
-            (0, 0, *[None] * 3),
-        ):
-            by_index = torch.vmap(by_index, in_dims=axes)
-        scores = by_index(scores, *(torch.arange(n) for n in (B, H, T, S)))
+        for place in (4, 3, 2, 1):  # the last index is the innermost
+            score_mod = torch.vmap(score_mod, in_dims=(0, *(0 if i == place else None for i in (1, 2, 3, 4))))
+        scores = score_mod(scores, *(torch.arange(n) for n in (B, H, T, S)))
     if block_mask is not None:
         hidden = ~visible_keys(block_mask, B, H, T, S)
         nothing = hidden.all(-1, keepdim=True)

@@ -89,7 +89,13 @@ class _Handler(BaseHTTPRequestHandler):
             hub.authorised.add(self.token)
         for pattern, method in _ROUTES:
             if match := re.fullmatch(pattern, f"{self.command} {path}"):
-                method(self, **match.groupdict())
+                named = match.groupdict()
+                if method in _WRITING and self.token != TOKEN:
+                    self._json({"error": "Invalid username or password."}, 401)
+                elif method in _READING and named["repo"] not in hub.commits:
+                    self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+                else:
+                    method(self, **named)
                 return
         hub.unknown.append(f"{self.command} {path}")
         self._json({"error": "not found"}, 404)
@@ -105,29 +111,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _may_write(self):
-        if self.token == TOKEN:
-            return True
-        self._json({"error": "Invalid username or password."}, 401)
-        return False
-
-    def _is_known(self, repo):
-        if repo in self.stand_in.commits:
-            return True
-        self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
-        return False
-
     def create(self):
         asked = json.loads(self.body)
         repo = f"{asked.get('organization') or USER}/{asked['name']}"
-        if not self._may_write():
-            return
-        exists = repo in self.stand_in.commits
-        self.stand_in.commits.setdefault(repo, [{}])
         answer = {"url": f"{self.stand_in.endpoint}/{repo}", "name": repo}
-        self._json(
-            answer | ({"error": "You already created this model repo"} if exists else {}), 409 if exists else 200
-        )
+        if repo in self.stand_in.commits:
+            self._json({**answer, "error": "You already created this model repo"}, 409)
+        else:
+            self.stand_in.commits[repo] = [{}]
+            self._json(answer)
 
     def validate_card(self):
         text = json.loads(self.body)["content"]
@@ -141,16 +133,14 @@ class _Handler(BaseHTTPRequestHandler):
         paths = [file["path"] for file in json.loads(self.body)["files"]]
         modes = {path: "lfs" if path.endswith(IN_LFS) else "regular" for path in paths}
         files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
-        if self._may_write():
-            self._json({"files": files})
+        self._json({"files": files})
 
     def lfs_batch(self, repo):
         objects = [
             {**entry, "actions": {"upload": {"href": f"{self.stand_in.endpoint}/lfs/{entry['oid']}"}}}
             for entry in json.loads(self.body)["objects"]
         ]
-        if self._may_write():
-            self._json({"transfer": "basic", "objects": objects})
+        self._json({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid):
         assert hashlib.sha256(self.body).hexdigest() == oid
@@ -158,8 +148,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._bytes(b"")
 
     def commit(self, repo, revision):
-        if not self._may_write():
-            return
         files = dict(self.stand_in.files(repo))
         for line in self.body.decode().splitlines():
             entry = json.loads(line)
@@ -176,8 +164,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.stand_in.endpoint}/{repo}/commit/{oid}"})
 
     def info(self, repo, revision="main"):
-        if not self._is_known(repo):
-            return
         files = [{"rfilename": name} for name in sorted(self.stand_in.files(repo))]
         sha = self.stand_in.commit_id(repo)
         self._json({"id": repo, "modelId": repo, "sha": sha, "private": False, "tags": [], "siblings": files})
@@ -186,8 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({}, 404)
 
     def tree(self, repo, revision, folder=None):
-        if not self._is_known(repo):
-            return
         if folder is not None:
             self._json({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
             return
@@ -198,8 +182,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(described)
 
     def resolve(self, repo, revision, path):
-        if not self._is_known(repo):
-            return
         commit = {"X-Repo-Commit": self.stand_in.commit_id(repo)}
         content = self.stand_in.files(repo).get(path)
         if content is None:
@@ -208,6 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._bytes(content, **commit, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
 
 
+_WRITING = (_Handler.create, _Handler.preupload, _Handler.lfs_batch, _Handler.commit)  # for the user alone
+_READING = (_Handler.info, _Handler.tree, _Handler.resolve)  # from a repository that exists
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 _ROUTES = [
     (r"POST /api/repos/create", _Handler.create),
