@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from families import tiny_config
 from launching import ROOT
 from rsa_hf import is_patched
+from small_runs import assert_same_weights
 
 README = ROOT / "README.md"
 NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
@@ -81,54 +82,35 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path,
             models = {"microsoft/codebert-base": codebert, "openai-community/gpt2": gpt2_folder}
             words = [word.replace("configs/", f"{ROOT}/configs/") for word in words]
             require_success(run, [models.get(word, word) for word in words[1:]])
-    CHECKS.get(page.removesuffix(".md").lower(), lambda names, folder: None)(names, tmp_path)
+    check(page, names, tmp_path)
 
 
-def check_readme(names, folder):
-    assert names["calibration"].num_rows == 64
-    assert is_patched(names["small"]) and (folder / "outputs" / "gpt2-rsa" / "model.safetensors").exists()
-
-
-def check_concepts(names, folder):
-    assert names["suggested_dilation"](names["series"]) == 24
-
-
-def check_defect_detection(names, folder):
-    assert names["vd_score"]([0.9, 0.4, 0.6, 0.1], [1, 1, 0, 0]) == 0.5
-    assert json.loads((folder / "audit.json").read_text())["word_counts"]["test"]["accuracy"] > 0.5
-
-
-def check_calibrate(names, folder):
-    assert names["calibration"].num_rows == 64
-
-
-def check_training(names, folder):
-    assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2}
-    assert not is_patched(names["model_init"](None))
-
-
-def check_peft(names, folder):
-    assert is_patched(names["small"]) and not is_patched(names["plain"])
-
-
-def check_hub(names, folder):
-    for loaded in (names["same"], names["pushed"]):
-        check_same(loaded, names["model"])
-    assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
-    assert (folder / "outputs" / "codebert-rsa.onnx").stat().st_size > 10_000
-
-
-def check_models(names, folder):
-    assert (names["plain"], names["xl"].num_parameters()) == (47_789_595, 47_789_665)  # as published
-
-
-CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
-
-
-def check_same(loaded, model):
-    assert is_patched(loaded)
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+def check(page, names, folder):
+    """What the code of a page has computed and written."""
+    match page:
+        case "README.md":
+            assert names["calibration"].num_rows == 64
+            assert is_patched(names["small"]) and (folder / "outputs" / "gpt2-rsa" / "model.safetensors").exists()
+        case "concepts.md":
+            assert names["suggested_dilation"](names["series"]) == 24
+        case "defect_detection.md":
+            assert names["vd_score"]([0.9, 0.4, 0.6, 0.1], [1, 1, 0, 0]) == 0.5
+            assert json.loads((folder / "audit.json").read_text())["word_counts"]["test"]["accuracy"] > 0.5
+        case "calibrate.md":
+            assert names["calibration"].num_rows == 64
+        case "training.md":
+            assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2}
+            assert not is_patched(names["model_init"](None))
+        case "peft.md":
+            assert is_patched(names["small"]) and not is_patched(names["plain"])
+        case "hub.md":
+            for loaded in (names["same"], names["pushed"]):
+                assert is_patched(loaded)
+                assert_same_weights(loaded.state_dict(), names["model"].state_dict())
+            assert set(names["classify"]("int f() { return 1; }")[0]) == {"label", "score"}
+            assert (folder / "outputs" / "codebert-rsa.onnx").stat().st_size > 10_000
+        case "models.md":
+            assert (names["plain"], names["xl"].num_parameters()) == (47_789_595, 47_789_665)  # as published
 
 
 @pytest.mark.slow  # builds the embedded data and trains
@@ -145,12 +127,9 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch, run):
         small = SMALL[next((word for word in command if word in SMALL), "")]
         require_success(run, [*command[1:], *small.split()])
     assert json.loads((tmp_path / "scores.jsonl").read_text())["label"] in ("clean", "defective")
-    results = {
-        name: json.loads((tmp_path / "outputs" / name / "all_results.json").read_text()) for name in ("defect", "lm")
-    }
-    assert results["defect"]["patched"]
-    assert results["lm"]["patched"]
-    assert not json.loads((tmp_path / "outputs" / "defect_plain" / "all_results.json").read_text())["patched"]
+    for name, patched in (("defect", True), ("lm", True), ("defect_plain", False)):
+        results = json.loads((tmp_path / "outputs" / name / "all_results.json").read_text())
+        assert results["patched"] is patched, name
 
 
 @pytest.mark.slow  # trains for half a minute
