@@ -5,13 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertLMHeadModel,
-    EncoderDecoderConfig,
-    EncoderDecoderModel,
-)
+from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, EncoderDecoderConfig, EncoderDecoderModel
 
 from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, build, inputs, move_rates, tiny_config, tokens
 from model_state import assert_refused, assert_same_state, state_of
@@ -136,11 +130,8 @@ def test_a_trial_run_changes_no_module():
 
 @torch.no_grad()
 def test_unpatching_a_model_removes_the_plan_of_its_part(tmp_path):
-    def build_whole():
-        parts = [CONFIGS["bert"](), CONFIGS["bert"]()]
-        return EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
-
-    model = build_whole()
+    parts = [CONFIGS["bert"](), CONFIGS["bert"]()]
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
     before, batch = state_of(model), inputs("t5")
     expected = model(**batch)[0]
     patch_model(model.decoder, RSAConfig(**FULL_PLAN))

@@ -81,21 +81,16 @@ SCORES = {
 }
 
 
-def results_of(path):
-    """(data set, split, kind of the metric, value) of each result of a card."""
-    listed = ModelCard.load(path).data.eval_results or []
-    return [(each.dataset_name, each.dataset_split, each.metric_type, each.metric_value) for each in listed]
-
-
 def test_the_metadata_lists_what_was_measured_on_a_split(classifier, tmp_path):
     path = write_card(classifier, tmp_path, dataset="someone/functions", dataset_config="c", scores=SCORES)
     data = ModelCard.load(path).data
     [place] = {(each.task_type, each.dataset_type, each.dataset_config) for each in data.eval_results}
     assert place == ("text-classification", "someone/functions", "c")
-    assert results_of(path) == [
-        ("someone/functions", "validation", "accuracy", 0.625),
-        ("someone/functions", "validation", "matthews_correlation", 0.5),
-        ("someone/functions", "test", "accuracy", 0.5),
+    assert {each.dataset_name for each in data.eval_results} == {"someone/functions"}
+    assert [(each.dataset_split, each.metric_type, each.metric_value) for each in data.eval_results] == [
+        ("validation", "accuracy", 0.625),
+        ("validation", "matthews_correlation", 0.5),
+        ("test", "accuracy", 0.5),
     ]
     assert data.metrics == ["accuracy", "matthews_correlation"]
 
@@ -104,9 +99,9 @@ def test_a_perplexity_that_is_infinite_is_left_out(tmp_path):
     model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]()), RSAConfig(num_regular=1))
     scores = {"test": {"token_perplexity": 21.5, "word_perplexity": math.inf, "bits_per_byte": 1.25}}
     path = write_card(model, tmp_path, dataset="Python's standard library", scores=scores)
-    assert [
-        (each.task_type, each.dataset_type, each.metric_type) for each in ModelCard.load(path).data.eval_results
-    ] == [("text-generation", "custom", "perplexity"), ("text-generation", "custom", "bits_per_byte")]
+    results = ModelCard.load(path).data.eval_results
+    assert {(each.task_type, each.dataset_type) for each in results} == {("text-generation", "custom")}
+    assert [each.metric_type for each in results] == ["perplexity", "bits_per_byte"]
 
 
 THEIRS = """---

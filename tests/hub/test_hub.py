@@ -39,9 +39,8 @@ def test_a_pushed_model_comes_back_bit_for_bit(hub, model, tokenizer, caplog, ca
     assert base.last_hidden_state.shape[-1] == model.config.hidden_size
     assert AutoTokenizer.from_pretrained(REPO)(text) == tokenizer(text)
     scores = pipeline("text-classification", model=REPO, top_k=None, function_to_apply="none")([text])[0]
-    assert {score["label"]: score["score"] for score in scores} == {
-        f"LABEL_{i}": value for i, value in enumerate(expected.tolist())
-    }
+    named = {f"LABEL_{i}": value for i, value in enumerate(expected.tolist())}
+    assert {score["label"]: score["score"] for score in scores} == named
     # Pushing the tokenizer leaves the model's card.
     card = hub.card(REPO)
     assert f'from_pretrained("{REPO}")' in card
