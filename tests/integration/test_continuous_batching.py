@@ -34,25 +34,23 @@ def prompts(*lengths):
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def settings(steps=STEPS, **more):
-    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=steps, **more)
+def settings():
+    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=STEPS)
 
 
-def alone(model, text, steps=STEPS):
+def alone(model, text):
     """The new tokens of generate(), and their log-probabilities."""
-    with torch.no_grad():
-        out = model.generate(
-            torch.tensor([text]), attention_mask=torch.ones(1, len(text)), generation_config=settings(steps),
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+    inputs = {"input_ids": torch.tensor([text]), "attention_mask": torch.ones(1, len(text))}
+    returned = {"return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(**inputs, **returned, generation_config=settings())
     tokens = out.sequences[0, len(text) :]
     logits = torch.cat(out.logits).log_softmax(-1)
     return tokens.tolist(), logits.gather(1, tokens[:, None])[:, 0]
 
 
-def batched(model, texts, steps=STEPS, **options):
+def batched(model, texts, **options):
     config = ContinuousBatchingConfig(**{**SMALL, "return_logprobs": True, **options})
-    return list(model.generate_batch(texts, settings(steps), config).values())
+    return list(model.generate_batch(texts, settings(), config).values())
 
 
 def off_by(outputs, expected):
@@ -60,10 +58,8 @@ def off_by(outputs, expected):
     assert [out.error for out in outputs] == [None] * len(expected)
     if [out.generated_tokens for out in outputs] != [tokens for tokens, _ in expected]:
         return float("inf")
-    return max(
-        float((torch.tensor(out.logprobs) - logs).abs().max())
-        for out, (_, logs) in zip(outputs, expected, strict=True)
-    )
+    found, wanted = torch.tensor([out.logprobs for out in outputs]), torch.stack([logs for _, logs in expected])
+    return float((found - wanted).abs().max())
 
 
 # --- right ----------------------------------------------------------------------------------------------------------
@@ -152,10 +148,9 @@ def test_a_persistent_cache_ends_with_the_heads_that_filled_it(family):
 def test_flash_attention_is_refused_before_the_thread_starts(monkeypatch):
     flash_stand_in.install(monkeypatch)
     model = patched("llama", "flash_attention_2")
-    with pytest.raises(NotImplementedError, match="flash attention.*sdpa.*generate"):
-        batched(model, prompts(5))
-    with pytest.raises(NotImplementedError, match="flash attention.*sdpa.*generate"):
-        model.init_continuous_batching()
+    for call in (lambda: batched(model, prompts(5)), model.init_continuous_batching):
+        with pytest.raises(NotImplementedError, match="flash attention.*sdpa.*generate"):
+            call()
     assert model.config._attn_implementation == "flash_attention_2"
 
 
@@ -170,13 +165,9 @@ def test_models_do_not_switch_to_flash_attention_or_graphs(monkeypatch):
         manager = model.init_continuous_batching(settings(), config)
         return model.config._attn_implementation, any(manager.continuous_batching_config.cuda_graph_booleans)
 
-    options = [
-        None,
-        ContinuousBatchingConfig(use_cuda_graph=True),
-        ContinuousBatchingConfig(q_padding_interval_size=8),
-    ]
-    assert [chosen(config) for config in options] == [("sdpa", False)] * 3
-    assert options[1].use_cuda_graph is True
+    graphs, padded = ContinuousBatchingConfig(use_cuda_graph=True), ContinuousBatchingConfig(q_padding_interval_size=8)
+    assert [chosen(config) for config in (None, graphs, padded)] == [("sdpa", False)] * 3
+    assert graphs.use_cuda_graph is True
     unpatch_model(model)
     assert chosen(None) == ("flash_attention_2", True)
 

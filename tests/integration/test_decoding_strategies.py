@@ -36,22 +36,25 @@ def prompt(rows=3):
     return batch
 
 
-def greedy_loop(model, inputs, steps=STEPS):
-    """Tokens [B, steps] and logits [B, steps, V] of greedy decoding, with an uncached forward per token."""
-    ids, mask, logits = inputs["input_ids"], inputs["attention_mask"], []
-    encoder = model.config.is_encoder_decoder
-    written = torch.full((len(ids), 1), model.config.decoder_start_token_id) if encoder else ids
-    for _ in range(steps):
-        if encoder:
-            text = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": written}
-        else:
-            seen = torch.nn.functional.pad(mask, (0, written.shape[1] - mask.shape[1]), value=1)
-            text = {"input_ids": written, "attention_mask": seen, "position_ids": positions(seen)}
-        last = model(**text, use_cache=False).logits[:, -1].clone()
+def read_anew(model, inputs, written):
+    """The logits of an uncached forward for the prompt and all that was written."""
+    if model.config.is_encoder_decoder:
+        return uncached(model, {**inputs, "decoder_input_ids": written})
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, written.shape[1] - LENGTH), value=1)
+    return uncached(model, {"input_ids": written, "attention_mask": mask, "position_ids": positions(mask)})
+
+
+def greedy_loop(model, inputs):
+    """Tokens [B, STEPS] and logits [B, STEPS, V] of greedy decoding, with an uncached forward per token."""
+    written, logits = inputs["input_ids"], []
+    if model.config.is_encoder_decoder:
+        written = torch.full((len(written), 1), model.config.decoder_start_token_id)
+    for _ in range(STEPS):
+        last = read_anew(model, inputs, written)[:, -1].clone()
         last[:, model.config.eos_token_id] = -torch.inf
         logits.append(last)
         written = torch.cat([written, last.argmax(-1, keepdim=True)], 1)
-    return written[:, -steps:], torch.stack(logits, 1)
+    return written[:, -STEPS:], torch.stack(logits, 1)
 
 
 def off_by(model, inputs, expected, arguments):
@@ -113,14 +116,8 @@ def test_beam_search_scores_a_text_as_an_uncached_forward_does(family, cache, mo
 
     def gap():
         out = model.generate(**inputs, **arguments, output_scores=True, return_dict_in_generate=True)
-        written = out.sequences
-        if model.config.is_encoder_decoder:
-            text = {**inputs, "decoder_input_ids": written}
-        else:
-            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, STEPS), value=1)
-            text = {"input_ids": written, "attention_mask": mask, "position_ids": positions(mask)}
-        likely = model(**text, use_cache=False).logits.log_softmax(-1)
-        scores = likely[:, -STEPS - 1 : -1].gather(2, written[:, -STEPS:, None]).sum((1, 2))
+        likely = read_anew(model, inputs, out.sequences).log_softmax(-1)
+        scores = likely[:, -STEPS - 1 : -1].gather(2, out.sequences[:, -STEPS:, None]).sum((1, 2))
         return float((scores - out.sequences_scores).abs().max())
 
     assert gap() <= 2e-4

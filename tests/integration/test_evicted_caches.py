@@ -13,8 +13,8 @@ LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
 REFUSED = "position 8.*slot 5.*dropped keys.*unpatch_model"
 
 
-def after(count, start=LENGTH):
-    return {"input_ids": tokens(2, count), "position_ids": torch.arange(start, start + count)[None]}
+def after(count):
+    return {"input_ids": tokens(2, count), "position_ids": torch.arange(LENGTH, LENGTH + count)[None]}
 
 
 def compressed(model):

@@ -1,6 +1,5 @@
 """Flash and flex attention in whole models: each of their ways to pass a mask gives the results of sdpa and eager."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -23,6 +22,7 @@ CASES = [(FLASH, family) for family in [*DECODERS[FLASH], "roberta", "modernbert
 CASES += [(FLEX, family) for family in [*DECODERS[FLEX], *BIDIRECTIONAL, "bart"]]
 LENGTH = 13
 TOLERANCE, FAR = 1e-6, 0.01  # relative errors: of rounding, and of a misread mask
+recognised = pytest.mark.filterwarnings("error:RSA met")  # so P V is linear
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,7 @@ def without_window(mask):
 
 @pytest.mark.parametrize("side", ["left", "right", None])
 @pytest.mark.parametrize(("attention", "family"), CASES)
+@recognised
 @torch.no_grad()
 def test_padding_and_windows_give_the_results_of_the_reference(attention, family, side, monkeypatch):
     found, expected = pair(family, attention, "sdpa" if side else "eager")
@@ -67,9 +68,7 @@ def test_padding_and_windows_give_the_results_of_the_reference(attention, family
     if family == "bart":
         batch["decoder_input_ids"], real = tokens(3, 7), torch.ones(3, 7, dtype=torch.bool)
     wanted = expected(**batch)[0][real]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="RSA met")  # recognised, so linear
-        assert relative_error(found(**batch)[0][real], wanted) < TOLERANCE
+    assert relative_error(found(**batch)[0][real], wanted) < TOLERANCE
     is_windowed = family in WINDOWED or family == "modernbert"
     # A causal query sees no padding on its right.
     if is_windowed if side is None else side == "left" or family not in DECODERS[FLASH]:
@@ -85,6 +84,7 @@ def test_padding_and_windows_give_the_results_of_the_reference(attention, family
         *((FLEX, family, "position_ids") for family in DECODERS[FLEX]),
     ],
 )
+@recognised
 @torch.no_grad()
 def test_packed_documents_give_the_results_of_single_ones(attention, family, told_by, monkeypatch):
     found, expected = pair(family, attention)
@@ -98,9 +98,7 @@ def test_packed_documents_give_the_results_of_single_ones(attention, family, tol
         told |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         told |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     alone = torch.cat([expected(part)[0] for part in ids.split(lengths, 1)], 1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="RSA met")
-        assert relative_error(found(ids, **told)[0], alone) < TOLERANCE
+    assert relative_error(found(ids, **told)[0], alone) < TOLERANCE
     break_mask(monkeypatch, ignored)
     assert relative_error(found(ids, **told)[0], alone) > FAR
 

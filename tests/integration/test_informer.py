@@ -7,6 +7,7 @@ import torch
 from transformers import InformerConfig, InformerForPrediction
 
 from broken import break_mask
+from families import widen
 from references import equation_4, relative_error
 from rsa_hf import RSAConfig, patch_model
 
@@ -16,22 +17,9 @@ PLAN = RSAConfig(num_cyclical_pairs=1, num_dilated_cyclical_pairs=1, dilation=3,
 
 def build(kind):
     torch.manual_seed(0)
-    config = InformerConfig(
-        context_length=CONTEXT,
-        prediction_length=HORIZON,
-        lags_sequence=[1, 2],
-        num_time_features=1,
-        attention_type=kind,
-        d_model=16,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-    )
-    model = InformerForPrediction(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8)
-    return model
+    lengths = {"context_length": CONTEXT, "prediction_length": HORIZON, "lags_sequence": [1, 2]}
+    sizes = {"num_time_features": 1, "d_model": 16, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
+    return widen(InformerForPrediction(InformerConfig(**lengths, **sizes, attention_type=kind)))
 
 
 def series():
@@ -46,6 +34,7 @@ def series():
     }
 
 
+@torch.no_grad()
 def largest_difference(kind):
     """The largest error of a self-attention layer before its projection, against dense P; and the number of layers."""
     model, plain = patch_model(build(kind), PLAN, probe_inputs=series()), build(kind)
@@ -59,15 +48,10 @@ def largest_difference(kind):
         outputs = []
         for each in (module, twin):
             seen = {}
-            handles = [
-                each.out_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(mixed=args[0])),
-                each.v_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(value=out)),
-            ]
+            each.out_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(mixed=args[0]))
+            each.v_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(value=out))
             torch.manual_seed(3)
-            with torch.no_grad():
-                each(hidden, attention_mask=mask if causal else None)
-            for handle in handles:
-                handle.remove()
+            each(hidden, attention_mask=mask if causal else None)
             outputs.append(seen)
         value, attention = (outputs[1][name].view(2, 9, HEADS, 4) for name in ("value", "mixed"))
         expected = equation_4(module.rsa, attention, value.transpose(1, 2), causal=causal).flatten(2)

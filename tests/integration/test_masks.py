@@ -1,7 +1,5 @@
 """Masks of every convention, read into an AttentionMask and compared with the keys that each query sees."""
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +17,9 @@ from texts import visible_with_blocks
 MIN = torch.finfo(torch.float32).min
 
 
-def call(T, S, mask, causal=True, aligned_top_left=True, **keywords):
+def call(T, S, mask, causal=True):
     attention, value = torch.empty(2, T, 3, 4), torch.empty(2, 3, S, 4)
-    return read_attention_mask(attention, value, mask, causal=causal, aligned_top_left=aligned_top_left, **keywords)
+    return read_attention_mask(attention, value, mask, causal=causal, aligned_top_left=True)
 
 
 def heads(value):
@@ -83,10 +81,8 @@ def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
 def read_and_traced(value, mask, T):
     """P V by both ways to read a mask: from its values, and in the operators of a graph."""
     S = value.shape[2]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="RSA met")
-        read = product(call(T, S, mask), value)
-    return read, product_in_pytorch(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask))
+    traced = product_in_pytorch(value, heads(value), AttentionMask(T, S, 0, True, unread_mask=mask))
+    return product(call(T, S, mask), value), traced
 
 
 def errors(value, mask, T, before, visible):
@@ -97,6 +93,7 @@ def errors(value, mask, T, before, visible):
     return [relative_error(found.transpose(1, 2)[real], wanted[real]) for found in read_and_traced(value, mask, T)]
 
 
+@pytest.mark.filterwarnings("ignore:RSA met")
 @given(
     parts=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=4),
     before=st.integers(0, 6),
@@ -124,6 +121,7 @@ def test_positions_of_queries_that_see_ahead_are_found(parts, before, behind, le
         assert relative_error(*read_and_traced(value, mask, T)) < 1e-6
 
 
+@pytest.mark.filterwarnings("error:RSA met")  # all these masks take a linear path
 @given(
     lengths=st.tuples(*[st.lists(st.integers(1, 9), min_size=1, max_size=6)] * 2),
     before=st.integers(0, 20),
@@ -144,9 +142,7 @@ def test_packed_documents_and_windows_are_exact_and_linear(lengths, before, wind
     where = {"causal": causal, "key_mask": key_mask, "documents": numbers, "sliding_window": window}
     visible = visible_keys(T, S, **where)
     mask = torch.where(visible, 0.0, MIN) if additive else visible
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="RSA met")  # all these masks take a linear path
-        attention_mask = call(T, S, mask, causal=causal)
+    attention_mask = call(T, S, mask, causal=causal)
     value = torch.randn(2, 3, S, 2, dtype=torch.float64)
     poisoned = torch.where(visible.any(2)[..., None], value, torch.nan)
     found, wanted = product(attention_mask, poisoned), expected_product(value, T, offset, causal, visible)

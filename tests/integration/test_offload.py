@@ -24,12 +24,8 @@ def case(request):
     return model, batch, expected
 
 
-@torch.no_grad()
-def assert_same(model, batch, expected):
-    assert torch.equal(model(**batch).logits, expected)
-
-
 @pytest.mark.parametrize("where", ["disk", "memory"])
+@torch.no_grad()
 def test_offloaded_weights_change_no_output(case, tmp_path, where):
     model, batch, expected = case
     if where == "disk":
@@ -37,7 +33,7 @@ def test_offloaded_weights_change_no_output(case, tmp_path, where):
         assert any(".rsa.mu" in path.name for path in tmp_path.iterdir())
     else:
         offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
-    assert_same(offloaded, batch, expected)
+    assert torch.equal(offloaded(**batch).logits, expected)
     assert rsa_report(offloaded) == rsa_report(model)
     # Between calls the parameters of the heads are on the meta device.
     heads = [module for module in offloaded.modules() if isinstance(module, RSAHeads)]
@@ -51,15 +47,11 @@ def test_layers_offloaded_to_disk_on_loading_change_no_output(family, tmp_path):
     model.save_pretrained(tmp_path / "model")
     base, layers = model.base_model_prefix, {"gpt2": "h", "llama": "layers"}[family]
     names = [f"{base}.{name}" for name, _ in getattr(model, base).named_children() if name != layers]
-    device_map = {
-        **dict.fromkeys([*names, "lm_head"], "cpu"),
-        f"{base}.{layers}.0": "cpu",
-        f"{base}.{layers}.1": "disk",
-    }
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload")
-    )
-    waiting = loaded.get_submodule(f"{base}.{layers}.1")
+    last = f"{base}.{layers}.1"
+    device_map = {**dict.fromkeys([*names, "lm_head", f"{base}.{layers}.0"], "cpu"), last: "disk"}
+    offload = {"device_map": device_map, "offload_folder": str(tmp_path / "offload")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **offload)
+    waiting = loaded.get_submodule(last)
     assert all(parameter.device.type == "meta" for parameter in waiting.parameters())
     ids = torch.randint(3, 90, (2, 9))
     with torch.no_grad():

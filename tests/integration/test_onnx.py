@@ -9,6 +9,7 @@ import torch
 
 from families import FULL_PLAN, VOCAB, build
 from rsa_hf import patch_model, unpatch_model
+from texts import padded
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +43,12 @@ def exported(onnxruntime, tmp_path_factory):
 @pytest.mark.parametrize(("batch", "length", "padding"), [(2, 11, 0), (1, 7, 0), (3, 40, 5), (5, 93, 12)])
 def test_an_exported_roberta_gives_the_same_outputs(exported, batch, length, padding):
     model, session = exported
-    ids = torch.randint(3, VOCAB, (batch, length))
-    mask = torch.ones_like(ids)
-    mask[0, length - padding :] = 0
-    ids[mask == 0] = model.config.pad_token_id
-    found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
-    real = mask.bool().numpy()
+    inputs = padded(torch.randint(3, VOCAB, (batch, length)), (padding,), "right")
+    del inputs["position_ids"]
+    found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
+    real = inputs["attention_mask"].bool().numpy()
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
-        plain = unpatch_model(copy.deepcopy(model))
-        without = plain(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
+        expected, without = (each(**inputs)[0].numpy() for each in (model, unpatch_model(copy.deepcopy(model))))
     numpy.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=1e-5)
     # The control: the recurrence matters.
     assert numpy.abs(found - without)[real].mean() > 1e-2
