@@ -220,7 +220,8 @@ def split_by_torch(folder):
 def refused(folder):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = split(save_plain(folder))
-    raises(NotImplementedError, "tensor parallelism", lambda: calibrate(plain, batches(), progress=False))
+    batches = [{"input_ids": row, "labels": row} for row in tokens(12, batch=12).split(4)]
+    raises(NotImplementedError, "tensor parallelism", lambda: calibrate(plain, batches, progress=False))
     assert not is_patched(plain)
 
     save(llama(FULL_PLAN), folder / "sequence")
@@ -241,10 +242,6 @@ def refused(folder):
 def save_plain(folder):
     save(llama(None), folder / "plain")
     return folder / "plain"
-
-
-def batches():
-    return [{"input_ids": row, "labels": row} for row in tokens(12, batch=12).split(4)]
 
 
 def adapters(folder):
