@@ -1,12 +1,11 @@
 """`RSACallback` reports gates and rates to every tracker of a plain Trainer."""
 
 import pytest
-import torch
 from transformers import Trainer, TrainerCallback
 
 from rsa_hf import rsa_report
 from rsa_hf.training import RSACallback
-from small_runs import arguments, gpt2
+from small_runs import arguments, gpt2, texts
 
 KEYS = {"rsa/gate", "rsa/gate/layer_00", "rsa/gate/layer_01", "rsa/decay/layer_00", "rsa/decay/layer_01"}
 
@@ -21,19 +20,11 @@ class Recorder(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def trainer(folder, callbacks, model=None, **values):
-    """A Trainer with `RSACallback` as the last callback."""
-    ids = torch.randint(0, 64, (8, 8))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    args = arguments(folder, **{"max_steps": 4, "logging_steps": 2, **values})
-    found = Trainer(model or gpt2(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
-    found.add_callback(RSACallback(found))
-    return found
-
-
 def test_gates_and_rates_reach_the_trackers_before_and_after_the_callback(tmp_path):
     before, after = Recorder(), Recorder()
-    training = trainer(tmp_path, [before], eval_strategy="steps", eval_steps=2)
+    args = arguments(tmp_path, max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2)
+    training = Trainer(gpt2(), args, train_dataset=texts(8), eval_dataset=texts(8), callbacks=[before])
+    training.add_callback(RSACallback(training))
     training.add_callback(after)
     training.train()
     for tracker in (before, after):

@@ -15,12 +15,6 @@ CONFIGS = ROOT / "configs" / "accelerate"
 # --- the configs ----------------------------------------------------------------------------------------------------
 
 
-def launched_with(config):
-    """The arguments that `accelerate launch` reads from a file."""
-    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "script.py"])
-    return _validate_launch_command(args)[0]
-
-
 SAYS = {
     "single_cpu": {"use_cpu": True},
     "two_cpus_gloo": {"use_cpu": True, "multi_gpu": True, "use_fsdp": False},
@@ -35,8 +29,9 @@ SAYS = {
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_config_launches_what_its_name_says(name):
-    given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    args = launched_with(f"{name}.yaml")
+    file = CONFIGS / f"{name}.yaml"
+    given = yaml.safe_load(file.read_text())
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
     for key, value in {**SAYS[name], **{key: given[key] for key in ("num_processes", "mixed_precision")}}.items():
         assert str(getattr(args, key)).lower() == str(value).lower(), key
 

@@ -96,11 +96,9 @@ def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path, ours):
 
 def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    keywords = {
-        "model_init": lambda trial: gpt2(),
-        "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3),
-    }
-    trainer = Trainer(None, args, train_dataset=rows(), eval_dataset=rows(), **keywords)
+    groups, data = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3), rows()
+    keywords = {"model_init": lambda trial: gpt2(), "optimizer_cls_and_kwargs": groups}
+    trainer = Trainer(None, args, train_dataset=data, eval_dataset=data, **keywords)
     tried = []
 
     def note(metrics):

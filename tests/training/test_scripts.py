@@ -74,7 +74,7 @@ def test_too_few_examples_for_a_step_are_refused(script, data, tmp_path):
         run_script(script, data, tmp_path / "out", "--per_device_train_batch_size", 1000)
 
 
-def test_documents_in_json_lines_are_read_as_texts(data, tmp_path, capsys):
+def test_documents_in_json_lines_are_read_as_texts(data, tmp_path):
     """The same text gives the same model; `text` is not the only name that their column can have."""
     files = data[LANGUAGE_MODEL]
     for option in ("--train_file", "--validation_file"):
@@ -83,11 +83,7 @@ def test_documents_in_json_lines_are_read_as_texts(data, tmp_path, capsys):
         documents = tmp_path / f"{option.strip('-')}.jsonl"
         documents.write_text("\n".join(json.dumps({"code": line, "other": 1}) for line in lines))
         files = [*files[:place], documents, *files[place + 1 :]]
-    run_script(LANGUAGE_MODEL, data, tmp_path / "text", "--max_train_steps", 2)
-    run_script(
-        LANGUAGE_MODEL,
-        {LANGUAGE_MODEL: files},
-        tmp_path / "json",
-        *("--max_train_steps", 2, "--text_column_name", "code"),
-    )
+    steps = ["--max_train_steps", 2]
+    run_script(LANGUAGE_MODEL, data, tmp_path / "text", *steps)
+    run_script(LANGUAGE_MODEL, {LANGUAGE_MODEL: files}, tmp_path / "json", *steps, "--text_column_name", "code")
     assert_same_weights(trained_weights(tmp_path / "json"), trained_weights(tmp_path / "text"))

@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
+from families import CONFIGS
 from launching import ROOT, run_processes
 from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights
@@ -50,21 +51,24 @@ def encoder(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(**sizes, vocab_size=len(tokenizer), hidden_dropout_prob=0.1)).save_pretrained(folder)
+    BertModel(CONFIGS["bert"]()).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "functions.jsonl"
-    rows = [
-        {"func": f"w{i % 10 + 4} w{i * 7 % 10 + 4} w{i % 3 + 4}", "target": int(i % 10 > 4), "idx": i}
-        for i in range(42)
-    ]
-    rows = [{**row, "func": row["func"] + " w5" * (i % 11)} for i, row in enumerate(rows)]
+    texts = [f"w{i % 10 + 4} w{i * 7 % 10 + 4} w{i % 3 + 4}{' w5' * (i % 11)}" for i in range(42)]
+    rows = [{"func": text, "target": int(i % 10 > 4), "idx": i} for i, text in enumerate(texts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def defect(encoder, functions):
+    """Settings of a run on the functions."""
+    files = {f"{split}_file": str(functions) for split in ("train", "validation", "test")}
+    return {"model_name_or_path": str(encoder), **files, "deduplicate": False, "use_cpu": True}
 
 
 def written(folder, settings):
@@ -93,11 +97,10 @@ def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, tex
     assert_same_weights(weights(tmp_path / "out"), expected)
 
 
-def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, encoder, functions, run):
+def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect, functions, run):
     data = tmp_path / "functions.jsonl"
     data.write_text(functions.read_text())
-    settings = {"model_name_or_path": str(encoder), "train_file": str(data), "validation_file": str(functions)}
-    settings |= {"max_steps": 2, "max_seq_length": 16, "deduplicate": False, "use_cpu": True}
+    settings = {**defect, "train_file": str(data), "test_file": None, "max_steps": 2, "max_seq_length": 16}
     words = ["train", "defect", written(tmp_path, settings), "--output_dir", tmp_path / "out"]
     code, out, _ = run(*words)
     assert code == 0 and "classifier" in out  # announced as new
@@ -114,12 +117,10 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, encoder
 
 @pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
 def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
-    tmp_path, encoder, functions, run, long_functions
+    tmp_path, defect, functions, run, long_functions
 ):
-    settings = {"model_name_or_path": str(encoder), "train_file": str(functions), "validation_file": str(functions)}
-    settings |= {"test_file": str(functions), "max_steps": 3, "max_seq_length": 6, "chunk_overlap": 2}
-    settings |= {"long_functions": long_functions, "deduplicate": False, "class_weights": True, "use_cpu": True}
-    config = written(tmp_path, settings)
+    settings = {"long_functions": long_functions, "class_weights": True, "max_seq_length": 6, "chunk_overlap": 2}
+    config = written(tmp_path, {**defect, **settings, "max_steps": 3})
     assert run("train", "defect", config, "--output_dir", tmp_path / "out")[0] == 0
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     evaluation = ["evaluate", "defect", tmp_path / "out", config]
@@ -223,15 +224,13 @@ def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(
 
 @pytest.mark.slow  # starts processes
 @pytest.mark.parametrize("task", ["lm", "defect"])
-def test_two_processes_learn_what_one_does(tmp_path, text, encoder, functions, run, task):
+def test_two_processes_learn_what_one_does(tmp_path, text, defect, run, task):
     if task == "lm":
         settings = {**LM, "train_file": str(text), "max_steps": 5, "load_best_model_at_end": False}
         settings["config_overrides"] = {**LM["config_overrides"], "attention_dropout": 0.0}
     else:
-        settings = {"model_name_or_path": str(encoder), "train_file": str(functions), "max_seq_length": 16}
-        settings |= {"validation_file": str(functions), "test_file": str(functions), "num_train_epochs": 2}
-        settings |= {"config_overrides": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
-        settings |= {"deduplicate": False, "use_cpu": True, "learning_rate": 1e-3}
+        settings = {**defect, "max_seq_length": 16, "num_train_epochs": 2, "learning_rate": 1e-3}
+        settings["config_overrides"] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = written(tmp_path, settings)
     words = ["-c", "from rsa_hf.cli import main; main()", "train", task, config, "--output_dir", tmp_path / "two"]
     words += ["--per_device_train_batch_size", "3", "--ddp_backend", "gloo"]
