@@ -83,7 +83,7 @@ def masks():
     return {"arbitrary": odd.tril(), "row": (padded[:, None, None]).clone(), "keys": padded.clone()}
 
 
-@pytest.mark.filterwarnings("ignore:RSA met a mask")
+@pytest.mark.filterwarnings("ignore:unsupported mask")
 @pytest.mark.parametrize("name", ["arbitrary", "row", "keys"])
 def test_a_mask_that_is_overwritten_before_the_backward_pass(name):
     heads, T = new_heads(), 1 if name == "row" else S

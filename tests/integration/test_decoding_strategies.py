@@ -174,7 +174,7 @@ def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, register_
     assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:RSA met")
+@pytest.mark.filterwarnings("ignore:unsupported mask")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @torch.no_grad()

@@ -93,7 +93,7 @@ def errors(value, mask, T, before, visible):
     return [relative_error(found.transpose(1, 2)[real], wanted[real]) for found in read_and_traced(value, mask, T)]
 
 
-@pytest.mark.filterwarnings("ignore:RSA met")
+@pytest.mark.filterwarnings("ignore:unsupported mask")
 @given(
     parts=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=4),
     before=st.integers(0, 6),
@@ -121,7 +121,7 @@ def test_positions_of_queries_that_see_ahead_are_found(parts, before, behind, le
         assert relative_error(*read_and_traced(value, mask, T)) < 1e-6
 
 
-@pytest.mark.filterwarnings("error:RSA met")  # all these masks take a linear path
+@pytest.mark.filterwarnings("error:unsupported mask")  # all these masks take a linear path
 @given(
     lengths=st.tuples(*[st.lists(st.integers(1, 9), min_size=1, max_size=6)] * 2),
     before=st.integers(0, 20),
