@@ -13,13 +13,8 @@ from rsa_hf.saved_plan import read_plan, write_plan
 
 
 def test_heads_have_the_order_and_the_dilations_of_the_counts():
-    (spec,) = RSAConfig(
-        num_regular=2,
-        num_cyclical_pairs=1,
-        num_dilated_regular=1,
-        num_dilated_cyclical_pairs=2,
-        dilation=[7, 3, 6, 9, 12],
-    ).layer_specs([12])
+    counts = {"num_regular": 2, "num_cyclical_pairs": 1, "num_dilated_regular": 1, "num_dilated_cyclical_pairs": 2}
+    (spec,) = RSAConfig(**counts, dilation=[7, 3, 6, 9, 12]).layer_specs([12])
     assert spec.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
     assert spec.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
     assert spec.rates == (0, 1, 3, 3, 2, 4, 5, 4, 5)  # all η, then all ν

@@ -48,9 +48,8 @@ def hidden_states(x, W_h, W_x, dilation, product=rem_product):
 
 def draw(n, radius, seed, length):
     generator = torch.Generator().manual_seed(seed)
-    W_h, W_x, x = (
-        torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((n, n), (n, INPUTS), (2, length, INPUTS))
-    )
+    shapes = ((n, n), (n, INPUTS), (2, length, INPUTS))
+    W_h, W_x, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
     return W_h * radius / float(torch.linalg.eigvals(W_h).abs().max()), W_x, x
 
 

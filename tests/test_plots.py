@@ -14,9 +14,8 @@ matplotlib = pytest.importorskip("matplotlib")
 
 
 def gpt2(layers, **plan):
-    return patch_model(
-        AutoModelForCausalLM.from_config(tiny_config("gpt2", num_hidden_layers=layers)), RSAConfig(**plan)
-    )
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2", num_hidden_layers=layers))
+    return patch_model(model, RSAConfig(**plan))
 
 
 @pytest.fixture

@@ -34,13 +34,13 @@ def build(family, attention="sdpa"):
     return model
 
 
-def batch_of(family, rows=3):
-    ids = tokens(rows, T)
+def batch_of(family):
+    ids = tokens(3, T)
     mask = torch.ones_like(ids)
     mask[0, -4:] = 0
     if family == "t5":
-        return {"input_ids": ids, "labels": tokens(rows, T - 3)}
-    labels = torch.randint(2, (rows,)) if family == "bert" else torch.where(mask == 1, ids, -100)
+        return {"input_ids": ids, "labels": tokens(3, T - 3)}
+    labels = torch.randint(2, (3,)) if family == "bert" else torch.where(mask == 1, ids, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
@@ -98,9 +98,8 @@ def test_scores_of_a_model_with_heads_agree_with_finite_differences(monkeypatch)
         probed.set_heads(RSAConfig(heads=[other, head(0.3)]))
         scores = score(probed.gradients([batch]), probed.directions)
     mass = mass_of(rem, T, True)
-    above, below = (
-        patched_loss("llama", "sdpa", model.state_dict(), [other, head(0.3 + sign * STEP)], batch) for sign in (1, -1)
-    )
+    plans = [[other, head(0.3 + sign * STEP)] for sign in (1, -1)]
+    above, below = (patched_loss("llama", "sdpa", model.state_dict(), heads, batch) for heads in plans)
     assert float(scores.means[1][1, 0]) == pytest.approx((above - below) / (2 * STEP * mass), rel=1e-3)
 
 

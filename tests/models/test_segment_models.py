@@ -15,16 +15,7 @@ from transformers import (
 
 from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS, FULL_PLAN
-from models.tiny import (
-    SETTINGS,
-    TINY,
-    WITH_ATTENTION,
-    build,
-    difference,
-    in_segments,
-    run_segments,
-    text,
-)
+from models.tiny import SETTINGS, TINY, WITH_ATTENTION, build, difference, in_segments, run_segments, text
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.children import active_heads
 from rsa_hf.models import class_named

@@ -60,10 +60,10 @@ def record_calls(monkeypatch, owner, *names):
     return calls
 
 
-def assert_agrees(tensors, reference=dense_rem_product, kinds=KINDS, dilation=DILATION, **masks):
+def assert_agrees(tensors, reference=dense_rem_product, dilation=DILATION, **masks):
     """Compare `rem_product` with a reference that takes the same arguments: values and gradients."""
     found, expected = (
-        values_and_gradients(lambda v, r, a, product=product: product(v, kinds, r, a, dilation, **masks), tensors)
+        values_and_gradients(lambda v, r, a, product=product: product(v, KINDS, r, a, dilation, **masks), tensors)
         for product in (rem_product, reference)
     )
     assert_close(found, expected)

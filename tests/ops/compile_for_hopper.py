@@ -71,13 +71,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         halves=dtype.itemsize == 2,
         **flags,
     )
-    constants = {
-        "SHAPE": shape,
-        "BACKWARD": not shape.masked,
-        "HEADS": 16,
-        "KNOWN": not shape.masked,
-        "BLOCK": 32,
-    }
+    constants = {"SHAPE": shape, "BACKWARD": not shape.masked, "HEADS": 16, "KNOWN": not shape.masked, "BLOCK": 32}
     signature, constexprs, attributes = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
     for place, parameter in enumerate(function.params):

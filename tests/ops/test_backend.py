@@ -1,6 +1,5 @@
 """The backend of P V: chosen by the user or automatically, and the messages where Triton cannot be used."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -34,17 +33,9 @@ def problem(value=None, *mixed):
     return from_rems(value, rems, AttentionMask(20, 20, 0, True), *mixed)
 
 
-@pytest.fixture
-def old_gpu(monkeypatch):
-    """A GPU as torch describes it. No tensor is put there."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-
-
+@pytest.mark.filterwarnings("error")
 def test_a_cpu_uses_cpp_if_it_can_without_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert autograd.choose_backend(problem()) == ("pytorch" if isinstance(library(), str) else "cpp")
+    assert autograd.choose_backend(problem()) == ("pytorch" if isinstance(library(), str) else "cpp")
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
@@ -69,12 +60,13 @@ def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change
         autograd.choose_backend(refused)
 
 
-def test_the_automatic_fallback_warns_once(old_gpu):
+def test_the_automatic_fallback_warns_once(monkeypatch):
     pytest.importorskip("triton")
+    # A GPU as torch describes it. No tensor is put there.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)  # all that is read of V
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
+    with pytest.warns(match=f"plain PyTorch, not in Triton: {reason}") as said:
         assert [autograd.choose_backend(problem(value)) for _ in range(3)] == ["pytorch"] * 3
     assert len(said) == 1
-    reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
-    assert f"plain PyTorch, not in Triton: {reason}" in str(said[0].message)

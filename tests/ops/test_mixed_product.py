@@ -44,19 +44,13 @@ def test_windows_and_any_visible_mask_agree_with_dense_p(causal):
     assert_agrees(agreement(draw(21, B=2), causal=causal, window=4))
 
 
-def packed_rows(S):
-    # Numbers of neighbours differ. Documents end inside chunks and at their borders.
-    ends = torch.zeros(2, S, dtype=torch.long)
-    for row, cuts in enumerate(((3, 4, 16, 20), (18,))):
-        ends[row, list(cuts)] = 1
-    return ends.cumsum(1) * 7 % 5
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents_agree_with_dense_p(causal):
-    key_mask = torch.ones(2, 35, dtype=torch.bool)
+    key_mask, ends = torch.ones(2, 35, dtype=torch.bool), torch.zeros(2, 35, dtype=torch.long)
     key_mask[0, 5:8] = False
-    assert_agrees(agreement(draw(35, B=2), causal=causal, documents=packed_rows(35), key_mask=key_mask))
+    ends[0, [3, 4, 16, 20]] = ends[1, 18] = 1  # inside chunks and at their borders
+    documents = ends.cumsum(1) * 7 % 5  # numbers of neighbours differ
+    assert_agrees(agreement(draw(35, B=2), causal=causal, documents=documents, key_mask=key_mask))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -31,9 +31,7 @@ def layer(H=6, gate=0.3):
 
 
 def tensors(H=6, Hv=6, D=16, dtype=torch.float64):
-    return torch.randn(2, 1, H, D, dtype=dtype, device=device()), torch.randn(
-        2, Hv, S, D, dtype=dtype, device=device()
-    )
+    return [torch.randn(2, *shape, D, dtype=dtype, device=device()) for shape in ((1, H), (Hv, S))]
 
 
 def row(value, seen=None, window=None):

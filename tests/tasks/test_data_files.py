@@ -26,13 +26,10 @@ def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, en
     rows = [{"func": "int f() {}", "target": 0}, {"func": "\u2028 ü\n", "target": True, "idx": 7, "text": "x"}]
     with OPENERS[ending](path, "wt", encoding="utf-8") as file:
         file.write("\n\n".join(map(json.dumps, rows)))
-    assert [(e.func, e.target, e.idx) for e in read_examples(json_lines(path), DefectDataConfig())] == [
-        ("int f() {}", 0, None),
-        ("\u2028 ü\n", 1, 7),
-    ]
-    config = LanguageModelingDataConfig(
-        train_file=str(path), validation_file=str(path), text_column_name="func", max_train_bytes=15
-    )
+    examples = read_examples(json_lines(path), DefectDataConfig())
+    assert [(e.func, e.target, e.idx) for e in examples] == [("int f() {}", 0, None), ("\u2028 ü\n", 1, 7)]
+    files = {"train_file": str(path), "validation_file": str(path)}
+    config = LanguageModelingDataConfig(**files, text_column_name="func", max_train_bytes=15)
     assert read_texts(config) == {"train": b"int f() {}\n", "validation": "int f() {}\n\u2028 ü\n".encode()}
     with pytest.raises(ValueError, match=r"data.jsonl.*, line 1: .*text_column_name"):
         read_texts(LanguageModelingDataConfig(train_file=str(path)))

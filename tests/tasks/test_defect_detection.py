@@ -162,9 +162,8 @@ def test_truncation_keeps_the_beginning_and_rows_can_be_collated(tokenizer):
     assert batch["input_ids"].tolist() == [[CLS, 4, 5, 6, 7, SEP], [CLS, 4, 5, SEP, PAD, PAD]]
     assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
     assert batch["labels"].tolist() == [1, 0]
-    chunked = tokenize(
-        examples, tokenizer, DefectDataConfig(max_seq_length=6, long_functions="chunk", chunk_overlap=1)
-    )
+    config = DefectDataConfig(max_seq_length=6, long_functions="chunk", chunk_overlap=1)
+    chunked = tokenize(examples, tokenizer, config)
     assert chunked["example_id"][-4:] == [1598, 1598, 1598, 1599]
 
 

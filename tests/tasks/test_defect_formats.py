@@ -23,9 +23,9 @@ COLUMNS = {
 }
 
 
-def rows_of(name, functions=FUNCTIONS):
+def rows_of(name):
     text, label, others = COLUMNS[name]
-    return [{**others, text: func, label: target} for func, target in functions]
+    return [{**others, text: func, label: target} for func, target in FUNCTIONS]
 
 
 def as_json_lines(rows, folder=None):
@@ -57,16 +57,10 @@ def read(path, **settings):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_every_format_gives_the_same_functions(name, kind, tmp_path):
     data = kind(rows_of(name), tmp_path)
-    for ending, packed in (
-        ("", data),
-        (".gz", gzip.compress(data)),
-        (".xz", lzma.compress(data)),
-        (" renamed", gzip.compress(data)),
-    ):
-        if ending and kind is as_parquet:
-            continue
+    packed = {".gz": gzip.compress(data), ".xz": lzma.compress(data), " renamed": gzip.compress(data)}
+    for ending, content in {"": data, **({} if kind is as_parquet else packed)}.items():
         path = tmp_path / f"data.jsonl{ending}"  # the name does not say what it is
-        path.write_bytes(packed)
+        path.write_bytes(content)
         examples = read(path)
         assert [(e.func, e.target) for e in examples] == FUNCTIONS
         assert {e.project for e in examples} == {"qemu"}
@@ -76,11 +70,10 @@ def test_every_format_gives_the_same_functions(name, kind, tmp_path):
 
 @pytest.mark.parametrize("labels", [(0, 1), (False, True), ("0", "1"), ("false", "TRUE")])
 def test_labels_are_numbers_truths_or_these_in_words(labels, tmp_path):
-    path = tmp_path / "data"
-    path.write_bytes(as_json_lines([{"func": f, "target": labels[target]} for f, target in FUNCTIONS]))
-    assert [e.target for e in read(path)] == [1, 0, 0]
-    path.write_bytes(as_csv([{"func": f, "target": labels[target]} for f, target in FUNCTIONS], tmp_path))
-    assert [e.target for e in read(path)] == [1, 0, 0]
+    path, rows = tmp_path / "data", [{"func": func, "target": labels[target]} for func, target in FUNCTIONS]
+    for kind in (as_json_lines, as_csv):
+        path.write_bytes(kind(rows, tmp_path))
+        assert [e.target for e in read(path)] == [1, 0, 0]
 
 
 def test_labels_in_words_are_named(tmp_path):
@@ -102,10 +95,8 @@ def test_corrected_functions_and_neighbouring_rows_are_pairs(tmp_path):
         {"func_before": "c", "func_after": "fixed c", "vul": 1},
     ]))  # fmt: skip
     examples = read(path, fixed_column_name="func_after")
-    assert [(e.func, e.target) for e in examples] == [
-        *(("a", 0), ("b", 1), ("fixed b", 0), ("c", 1), ("fixed c", 0)),
-    ]
-    assert [e.pair for e in examples] == [None, 1, 1, 2, 2]
+    expected = [("a", 0, None), ("b", 1, 1), ("fixed b", 0, 1), ("c", 1, 2), ("fixed c", 0, 2)]
+    assert [(e.func, e.target, e.pair) for e in examples] == expected
     path.write_bytes(as_json_lines([{"func": f"f{i}", "target": 1 - i % 2} for i in range(4)]))
     assert [e.pair for e in read(path, paired=True)] == [0, 0, 1, 1]
     path.write_bytes(as_json_lines([{"func": f"f{i}", "target": 1 - i % 2} for i in range(3)]))

@@ -77,10 +77,9 @@ def test_intervals_are_percentiles_over_functions_drawn_again(seed, spread):
     for _ in range(1000):
         chosen = random.integers(0, 300, 300)
         drawn, of = labels[chosen], scores[chosen]
+        classes = [f1_score(drawn, of > 0), matthews_corrcoef(drawn, of > 0), np.mean(drawn == (of > 0))]
         curves = [roc_auc_score(drawn, of), average_precision_score(drawn, of), vd_score(of, drawn)]
-        samples.append(
-            [f1_score(drawn, of > 0), matthews_corrcoef(drawn, of > 0), np.mean(drawn == (of > 0)), *curves]
-        )
+        samples.append([*classes, *curves])
     names = ("f1", "mcc", "accuracy", "roc_auc", "average_precision", "vd_score")
     for name, expected in zip(names, np.percentile(samples, (2.5, 97.5), axis=0).T, strict=True):
         assert found[name] == pytest.approx(expected, abs=0.02), name

@@ -106,14 +106,12 @@ def test_evaluation_restores_the_mode_of_every_module(gpt2, text, block_size):
 # --- tokens and counts ----------------------------------------------------------------------------------------------
 
 
-def from_text(folder, text: bytes, tokenizer=None, num_tracks=1, **options):
+def from_text(folder, text: bytes, tokenizer=None, **options):
     """Prepare a text as both the training and the validation text."""
     path = folder / "text.txt"
     path.write_bytes(text)
     files = {"train_file": str(path), "validation_file": str(path)}
-    return prepare_language_modeling(
-        LanguageModelingDataConfig(**{**files, "block_size": 2, **options}), tokenizer, num_tracks
-    )
+    return prepare_language_modeling(LanguageModelingDataConfig(**{**files, "block_size": 2, **options}), tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "byt5"])

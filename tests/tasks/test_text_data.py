@@ -107,10 +107,8 @@ def test_hub_rows_become_lines(hub_data):
     hub_data.returns = {"train": rows, "dev": rows}
     columns = {"validation_split_name": "dev", "text_column_name": "body"}
     lines = b" = Title = \n\nsome words\nno line end\n" * 20
-    assert read_texts(LanguageModelingDataConfig("owner/name", "raw", **columns)) == {
-        "train": lines,
-        "validation": lines,
-    }
+    texts = read_texts(LanguageModelingDataConfig("owner/name", "raw", **columns))
+    assert texts == {"train": lines, "validation": lines}
     assert hub_data.calls == [("owner/name", "raw", False)]
     del hub_data.returns["dev"]
     assert b"".join(read_texts(LanguageModelingDataConfig("owner/name", text_column_name="body")).values()) == lines
