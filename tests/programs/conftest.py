@@ -6,7 +6,6 @@ Each test has the marker `program(name, what, refused=reason)`, which is its row
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from families import tiny_config
+from launching import run_python
 from rsa_hf import RSAConfig, patch_model
 
 PAGE = "RSA_HF_PROGRAMS_PAGE"
@@ -30,14 +30,9 @@ of rsa_hf.
 BIN = Path(sys.executable).parent
 OUTCOMES = {"passed": "works", "failed": "**fails**"}
 
-# Rows for programs that no test can run, with the reason.
-NOT_TRIED = [
-    (
-        "optimum-onnx",
-        "export to ONNX",
-        "its releases need transformers below 5; `torch.onnx.export` works, see docs/hub.md",
-    )
-]
+# A row for a program that no test can run, with the reason.
+WHY_NOT = "its releases need transformers below 5; `torch.onnx.export` works, see docs/hub.md"
+NOT_TRIED = ("optimum-onnx", "export to ONNX", f"not tried: {WHY_NOT}")
 
 rows = {}
 
@@ -71,11 +66,10 @@ def pytest_runtest_makereport(item, call):
 def pytest_sessionfinish():
     page = os.environ.get(PAGE)
     if page and rows:
-        made = [*rows.values(), *((name, what, f"not tried: {reason}") for name, what, reason in NOT_TRIED)]
+        made = [*rows.values(), NOT_TRIED]
         lines = [f"| {name} | {_version(name)} | {what} | {outcome} |\n" for name, what, outcome in made]
-        found = ", ".join(
-            f"{name} {_version(name)}" for name in ("rsa_hf", "transformers", "torch", "peft", "accelerate")
-        )
+        ours = ("rsa_hf", "transformers", "torch", "peft", "accelerate")
+        found = ", ".join(f"{name} {_version(name)}" for name in ours)
         Path(page).write_text(f"{HEAD}{''.join(lines)}\nWith {found}, on the CPU.\n", encoding="utf-8")
 
 
@@ -126,17 +120,9 @@ def sentences():
 def run(tmp_path):
     """Run a command line with `rsa-hf run`, offline; returns its output."""
 
-    def run(*words, code=0, **variables):
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
-        ended = subprocess.run(
-            [str(BIN / "rsa-hf"), "run", *map(str, words)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == code, ended.stderr[-5000:] + ended.stdout[-2000:]
+    def run(*words):
+        kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        ended = run_python(BIN / "rsa-hf", "run", *words, code=0, cwd=tmp_path, timeout=None, **kept)
         return ended.stdout + ended.stderr
 
     return run

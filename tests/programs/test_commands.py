@@ -60,11 +60,8 @@ def test_lm_eval(run, jsonl, patched, tokenizer, data_folder, tmp_path):
     scores = json.loads(file.read_text())["results"]
     model = AutoModelForCausalLM.from_pretrained(patched)
     for name, some in chosen.items():
-        right = [
-            log_likelihood(model, tokenizer, pair["sentence_good"])
-            > log_likelihood(model, tokenizer, pair["sentence_bad"])
-            for pair in some
-        ]
+        both = [[log_likelihood(model, tokenizer, pair[f"sentence_{x}"]) for x in ("good", "bad")] for pair in some]
+        right = [good > bad for good, bad in both]
         assert scores[f"local_{name}"]["acc,none"] == sum(right) / len(right)
 
 

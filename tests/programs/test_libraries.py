@@ -92,8 +92,9 @@ def test_setfit(encoder, sentences, tmp_path):
 # --- quantisation -------------------------------------------------------------------------------------------------
 
 
-def check_quantised(quantised, folder, tokenizer, linear):
+def check_quantised(config, folder, tokenizer, linear):
     """Check that the layers are quantised, and that the outputs are nearer than those with shut gates."""
+    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert is_patched(quantised) and any(linear(module) for module in quantised.modules())
     assert all(value.dtype == torch.float32 for value in gates(quantised))
     tokens = tokenizer("The cat finds the river, and the pilot follows.", return_tensors="pt").input_ids
@@ -114,10 +115,7 @@ def test_torchao(patched, tokenizer):
     from transformers import TorchAoConfig
 
     config = TorchAoConfig(Int8WeightOnlyConfig())
-    quantised = AutoModelForCausalLM.from_pretrained(patched, quantization_config=config)
-    check_quantised(
-        quantised, patched, tokenizer, lambda module: "Int8" in type(getattr(module, "weight", 0)).__name__
-    )
+    check_quantised(config, patched, tokenizer, lambda x: "Int8" in type(getattr(x, "weight", 0)).__name__)
 
 
 @pytest.mark.program("bitsandbytes", "weights in 8 bits, `from_pretrained(quantization_config=BitsAndBytesConfig(…))`")
@@ -125,10 +123,8 @@ def test_bitsandbytes(patched, tokenizer):
     bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make programs")
     from transformers import BitsAndBytesConfig
 
-    quantised = AutoModelForCausalLM.from_pretrained(
-        patched, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
-    )
-    check_quantised(quantised, patched, tokenizer, lambda module: isinstance(module, bnb.nn.Linear8bitLt))
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    check_quantised(config, patched, tokenizer, lambda module: isinstance(module, bnb.nn.Linear8bitLt))
 
 
 @pytest.mark.program("bitsandbytes", "LoRA on 4 bits: gates and rates stay float32, learn, are saved and merged")
