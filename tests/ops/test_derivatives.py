@@ -207,7 +207,8 @@ def test_an_unsupported_mask_in_an_operator_works_under_hooks_on_saved_tensors()
         assert relative_error(found.grad, wanted.grad) < 1e-5
 
 
-@pytest.mark.usefixtures("cpu_backend", "fresh_compiler")
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_backward_pass_that_is_compiled_alone_gives_the_same():
     model, twin = (families.patched("llama") for _ in range(2))
     for length in (11, 7):
