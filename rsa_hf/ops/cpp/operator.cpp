@@ -26,7 +26,7 @@ using torch::jit::Stack;
 enum { VALUE, ATTENTION, MU, ETA, NU, THETA, FREE_LAGS, TENSORS };
 using Tensors = std::array<at::Tensor, TENSORS>;
 
-// The other arguments, in the order of autograd.py, which says what the operators are. `mask` and `visible` are None here.
+// The other arguments, in the order of autograd.py, which declares the operators. `mask` and `visible` are None here.
 enum {
   MASK, KEY_MASK, DOCUMENTS, VISIBLE, LAYOUT, SCALE, NUM_FREE_LAGS, NUM_KEY_VALUE_GROUPS, QUERY_LENGTH, QUERY_OFFSET,
   CAUSAL, SLIDING_WINDOW, OTHERS
