@@ -125,7 +125,7 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
     """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
     if path == "cpp":
         arguments = _arguments(problem, problem.layout.numbers)
-        return _given(torch.ops.rsa_hf.walk_backward.default(grad, *arguments), problem)
+        return _given(torch.ops.rsa_hf.walk_backward.default(grad, *arguments), problem.tensors)
     if path == "triton" and problem.mask.visible is None and problem.mask.sliding_window is None:
         from rsa_hf.ops.triton.launch import triton_backward
 
@@ -220,9 +220,9 @@ def _problem(*arguments: Any) -> Problem:
     return Problem(value, attention, Learned(*learned), layout, groups, read)
 
 
-def _given(gradients: Iterable[Tensor], problem: Problem) -> Gradients:
-    """What an operator returns for the gradients of `Problem.tensors`, where it has a tensor for each None."""
-    return tuple(None if x is None else found for found, x in zip(gradients, problem.tensors, strict=True))
+def _given(gradients: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> Gradients:
+    """The gradients of `Problem.tensors`, from an operator's, which has a tensor for each None."""
+    return tuple(None if x is None else found for found, x in zip(gradients, tensors, strict=True))
 
 
 @torch.library.impl(_LIBRARY, "differentiable_backward", "CompositeImplicitAutograd")
@@ -291,8 +291,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
     if _is_differentiated_again(grad):
         return (*_backward("pytorch", grad, _problem(*arguments)), *rest)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
-    present = (None if x is None else found for found, x in zip(gradients, arguments[:_TENSORS], strict=True))
-    return (*present, *rest)
+    return (*_given(gradients, arguments[:_TENSORS]), *rest)
 
 
 torch.library.register_autograd("rsa_hf::recurrence", _differentiate, setup_context=_save, lib=_LIBRARY)

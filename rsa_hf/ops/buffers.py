@@ -1,4 +1,4 @@
-"""Tensors as compiled code reads and writes them: with contiguous channels."""
+"""Tensors as the Triton kernels and the operators read and write them: with contiguous channels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ def with_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, or a copy in another dtype; asking for the dtype takes less time than `to`."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def empty_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_rows(like: Tensor) -> Tensor:
     """An empty tensor with contiguous channels, in the memory order of `like` if that has contiguous channels."""
     kept = like.stride(-1) == 1
     format = torch.preserve_format if kept else torch.contiguous_format
-    return torch.empty_like(like, dtype=dtype, memory_format=format)
+    return torch.empty_like(like, memory_format=format)
 
 
 def empty_output(problem: Problem) -> Tensor:
