@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = $(THREADS)
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(THREADS) --dist loadfile
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs blimp dist lint types docs demo devign reproduce clean
+.PHONY: help venv test test-all test-reliability test-oldest test-newest test-python transformers-tests bench bench-gpu survey programs blimp dist lint types docs demo reproduce clean
 
 help:           ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
@@ -81,9 +81,6 @@ bench-gpu:      ## The GPU kernels, with the python3 whose torch sees the GPU: w
 
 demo: $(READY)  ## Patch, fine-tune, compare, save, reload and plot, in under 8 minutes on 2 cores
 	$(BIN)/python scripts/demo.py --output outputs/demo
-
-devign: $(READY) ## Patched against unpatched MiniLM on 2,000 Devign functions, 3 seeds: writes results/
-	RSA_HF_DATA=../shared/data $(BIN)/python -m experiments devign --full
 
 reproduce: $(READY) ## The paper's claims at their quick size: writes RESULTS.md and results/reproduce/ (RSA_HF_DATA: data)
 	$(BIN)/python -m experiments all --quick

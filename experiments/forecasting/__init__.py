@@ -53,7 +53,7 @@ PLANS: dict[Size, list[tuple[str, Sequence[str], Lengths]]] = {
         ("WTH", _INFORMER, (48, 96, 96, 2, 1)),
     ],
 }
-# A day, which `suggested_dilation` finds in each of them, and is published for ETTh1.
+# A day, a peak of the autocorrelation of each series' differences; published for ETTh1.
 DILATION = {"seasonal-8": 8, "ETTh1": 24, "ETTh2": 24, "ETTm1": 96, "WTH": 24}
 # The stride between scored windows is coprime to the day.
 TRAINING: dict[Size, dict[str, int]] = {

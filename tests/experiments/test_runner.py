@@ -328,7 +328,7 @@ def test_the_command_line(capsys, tmp_path):
         return end.value.code or 0, *capsys.readouterr()
 
     code, out, _ = run("list")
-    assert code == 0 and all(name in out for name in (*EXPERIMENTS, "devign", "blimp"))
+    assert code == 0 and all(name in out for name in (*EXPERIMENTS, "blimp"))
     assert not (tmp_path / "RESULTS.md").exists()
     assert run("report")[0] == 0 and (tmp_path / "RESULTS.md").exists()
     for arguments, words in (

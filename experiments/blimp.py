@@ -23,11 +23,11 @@ from lm_eval.tasks import TaskManager
 
 from experiments.calibrate import make_grid
 from experiments.calibrate.training import NOTHING, find_calibration
-from experiments.pages import command, write_page
 from experiments.pretrained import load_pretrained
 from experiments.runner.experiment import Size
 from experiments.runner.files import data_file
 from experiments.runner.processes import machine
+from experiments.runner.runner import write_json
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 
 PLAIN, SHUT = "plain", "patched, gates shut"
@@ -109,15 +109,15 @@ def percent(value: float, error: float, number_format: str) -> str:
     return f"{100 * value:{number_format}} ({low:{number_format}} … {high:{number_format}})"
 
 
-def page(record: dict[str, Any], made_by: str) -> str:
+def page(record: dict[str, Any], size: Size) -> str:
     """The results as Markdown."""
     total, fields = record["pairs"], record["fields"]
     lines = [
         "# BLiMP: SmolLM2-135M-Instruct (four bits, Q4_1), plain and patched\n",
-        f"Made by `{made_by}`: lm-eval's tasks `blimp_…`, on the first {record['limit']} pairs of each of the "
-        f"{record['paradigms']} paradigms, {total:,} in all. Nothing was trained. A pair is right where the "
-        "grammatical sentence has the higher log-likelihood. Brackets have 95 % intervals over pairs, from the "
-        "standard error that lm-eval pools over paradigms.\n",
+        f"Made by `python -m experiments blimp --{size}`: lm-eval's tasks `blimp_…`, on the first {record['limit']} "
+        f"pairs of each of the {record['paradigms']} paradigms, {total:,} in all. Nothing was trained. A pair is "
+        "right where the grammatical sentence has the higher log-likelihood. Brackets have 95 % intervals over pairs, "
+        "from the standard error that lm-eval pools over paradigms.\n",
         f"| model | {' | '.join(fields)} | all |",
         "|---|" + "---|" * (len(fields) + 1),
     ]
@@ -137,8 +137,8 @@ def page(record: dict[str, Any], made_by: str) -> str:
     return "\n".join([*lines, f"\n{record['machine']}; {versions}.\n"])
 
 
-def write(folder: Path, size: Size, _: int | None) -> None:
-    """Score all models."""
+def write_page(folder: Path, size: Size) -> None:
+    """Score all models, and write the page and its numbers; the quick size writes files that end in `_quick`."""
     pairs = read_pairs(data_file("blimp/blimp.jsonl.xz"), LIMITS[size])
     model, tokenizer = load_pretrained("smollm2")
     found = {}
@@ -169,4 +169,7 @@ def write(folder: Path, size: Size, _: int | None) -> None:
         "machine": machine(),
         "versions": {name: version(name) for name in PACKAGES},
     }
-    write_page(folder, "blimp_smollm2", size, record, page(record, command("blimp", size)))
+    stem = "blimp_smollm2" + "_quick" * (size != "full")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{stem}.json", record)
+    (folder / f"{stem}.md").write_text(page(record, size), encoding="utf-8")
