@@ -142,55 +142,32 @@ def predict_last(
     starts = _start(name, N, torch.Generator().manual_seed(seed))
     p = {part: start.to(x.device).requires_grad_() for part, start in starts.items()}
     optimizer = torch.optim.Adam(p.values(), lr=LEARNING_RATE)
-    errors = x.new_full((N,), math.nan)
-    # Of the replications that still train: index, lowest loss, steps since then, prediction error before.
-    running = torch.arange(N, device=x.device)
-    best, since, before = x.new_full((N,), math.inf), x.new_zeros(N), errors
-    ended = torch.zeros_like(running, dtype=torch.bool)
+    errors, best, since = x.new_full((N,), math.nan), x.new_full((N,), math.inf), x.new_zeros(N)
+    before, training = errors.clone(), torch.ones(N, dtype=torch.bool, device=x.device)
 
     def loss(step: int) -> Tensor:
-        nonlocal best, since, before, ended
+        nonlocal best, since, before, training
         is_last = step == most_steps + 1
         # Steps that are not trained on see the others and are not seen by them, so one pass serves both.
         squared = (_predict(name, activation, x, p) - y).square().mean(2)
         losses, last = squared[:, :trained].mean(1), squared[:, -1].detach()
-        ended = torch.full_like(running, is_last, dtype=torch.bool)
         if held_out:
             now = squared[:, trained:-1].mean(1).detach()
-            better = now < best
-            errors[running] = torch.where(better, last, errors[running])
+            better = training & (now < best)
+            errors[better] = last[better]
             best, since = torch.where(better, now, best), torch.where(better, 0, since + 1)
-            ended |= since >= PATIENCE
+            training = since < PATIENCE
         elif (step - 1) % WINDOW == 0 or is_last:
             now = losses.detach()
-            ended |= ~(best - now >= DROP * WINDOW)  # also where it is NaN
-            errors[running[ended]] = torch.where(now < best, last, before)[ended]
-            best, before = now, last
+            falls = (best - now >= DROP * WINDOW) & (not is_last)  # not where it is NaN
+            ends = training & ~falls
+            errors[ends] = torch.where(now < best, last, before)[ends]
+            best, before, training = now, last, training & falls
         return losses.sum()
 
-    def drop_ended(step: int, _: Tensor) -> bool:
-        nonlocal running, best, since, before, x, y, p
-        left = ~ended
-        if not bool(left.any()):
-            return True
-        if bool(ended.any()):
-            running, best, since, before = running[left], best[left], since[left], before[left]
-            x, y, p = x[left], y[left], _continue_with(left, p, optimizer)
-        return False
-
-    fit(loss, optimizer, most_steps + 1, after_step=drop_ended)
+    # Replications that have ended are trained on, and not looked at.
+    fit(loss, optimizer, most_steps + 1, after_step=lambda *_: not bool(training.any()))
     return errors
-
-
-def _continue_with(left: Tensor, p: Parameters, optimizer: torch.optim.Adam) -> Parameters:
-    """Keep the parameters and Adam moments of the replications that go on: most end long before the last one."""
-    kept = {}
-    for name, tensor in p.items():
-        state = optimizer.state.pop(tensor)
-        kept[name] = tensor.detach()[left].requires_grad_()
-        optimizer.state[kept[name]] = {key: value[left] if value.dim() else value for key, value in state.items()}
-    optimizer.param_groups[0]["params"] = list(kept.values())
-    return kept
 
 
 # --- the experiment ------------------------------------------------------------
