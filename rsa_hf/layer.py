@@ -108,18 +108,18 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
-        last, H = self.spec.heads[-1], attention.shape[2]
+        (_, T, H, _), (_, Hv, S, _), last = attention.shape, value.shape, self.spec.heads[-1]
         total = H if shard is None else H * shard.size
-        if last >= total or H % value.shape[1]:
+        if last >= total or H % Hv:
             raise ValueError(
                 f"the spec has RSA heads up to index {last}, but this attention layer has {total} heads and "
-                f"{value.shape[1] * total // H} value heads: indices below {total}, and a whole number of heads per "
-                "value head, are possible."
+                f"{Hv * total // H} value heads: indices below {total}, and a whole number of heads per value head, "
+                "are possible."
             )
-        if value.shape[2] != mask.key_length or attention.shape[1] != mask.query_length:
+        if (mask.query_length, mask.key_length) != (T, S):
             raise ValueError(
-                f"attention has {attention.shape[1]} queries and {value.shape[2]} values, but the mask was read for "
-                f"{mask.query_length} and {mask.key_length}."
+                f"attention has {T} queries and {S} values, but the mask was read for {mask.query_length} and "
+                f"{mask.key_length}."
             )
         if value.is_meta:
             return torch.empty_like(attention)
@@ -136,7 +136,7 @@ class RSAHeads(nn.Module):
             layout = layout.of_run(shard.heads(H))
             if not layout.rows:
                 return attention
-        return solve(Problem(value, attention, learned, layout, H // value.shape[1], mask))
+        return solve(Problem(value, attention, learned, layout, H // Hv, mask))
 
     def rems_and_gate(self) -> tuple[Rems, Tensor]:
         """The REMs and the gate of each head, (R,), in float64 where the device has it."""
@@ -147,7 +147,8 @@ class RSAHeads(nn.Module):
     @property
     def learned(self) -> Learned:
         """The parameters, as `ops` takes them."""
-        return Learned(self.mu, self.eta, self.nu, self.theta, self.free_lags)
+        own = self._parameters  # reading attributes, which torch looks up here last, takes five times as long
+        return Learned(*(own[name] if name in own else getattr(self, name) for name in PARAMETERS))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the

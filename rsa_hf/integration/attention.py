@@ -53,13 +53,7 @@ def wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Any:
         base = original(self, attn_implementation, default)
-
-        def attention(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            if heads_of(module) is None and state.calls is None:
-                return base(module, *args, **keywords)
-            return _attention_with_rsa(base, attn_implementation or "", module, *args, **keywords)
-
-        return attention
+        return functools.partial(_attention_with_rsa, base, attn_implementation or "")
 
     return get_interface
 
@@ -76,6 +70,8 @@ def _attention_with_rsa(
     **keywords: Any,
 ) -> Any:
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
+    if (rsa := heads_of(module)) is None and state.calls is None:
+        return base(module, query, key, value, attention_mask, *args, **keywords)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -89,7 +85,7 @@ def _attention_with_rsa(
         seen = attend(torch.zeros_like(query), marks_of(value))
         calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
     foreign = foreign_part(base)
-    if foreign is not None and (rsa := heads_of(module)) is not None:
+    if foreign is not None and rsa is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
         is_causal = bool(planned) and (attention_mask is None or attention_mask.dim() == 2)
         in_cache = keywords.get("cache") is not None

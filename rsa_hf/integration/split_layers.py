@@ -48,8 +48,8 @@ def layer_shape(module: nn.Module, attention: Tensor, value: Tensor) -> tuple[in
 
 
 def _shape(attention: Tensor, value: Tensor, shard: Shard | None) -> tuple[int, int, int]:
-    size = 1 if shard is None else shard.size
-    return attention.shape[2] * size, value.shape[1] * size, value.shape[3]
+    size, (_, Hv, _, D) = 1 if shard is None else shard.size, value.shape
+    return attention.shape[2] * size, Hv * size, D
 
 
 def shard_of(module: nn.Module, attention: Tensor) -> Shard | None:

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -239,8 +238,9 @@ struct Walk : torch::autograd::Function<Walk> {
   // `given` are those of the tensors that are defined: autograd knows what it sees in a list.
   static at::Tensor forward(Context* context, at::TensorList given, const Tensors& tensors, const Others& others) {
     context->save_for_backward(List(tensors.begin(), tensors.end()));
-    // One by one: compiled autograd cannot hash a tuple.
-    for (int i = 0; i < OTHERS; i++) context->saved_data[std::to_string(i)] = others->elements()[i];
+    c10::impl::GenericList kept(c10::AnyType::get());  // compiled autograd cannot hash a tuple
+    for (const auto& other : others->elements()) kept.push_back(other);
+    context->saved_data["others"] = kept;
     return rsa_hf::forward(tensors, others);
   }
 
@@ -248,9 +248,7 @@ struct Walk : torch::autograd::Function<Walk> {
     const auto saved = context->get_saved_variables();
     Tensors tensors;
     std::copy(saved.begin(), saved.end(), tensors.begin());
-    std::vector<c10::IValue> kept;
-    for (int i = 0; i < OTHERS; i++) kept.push_back(context->saved_data[std::to_string(i)]);
-    const Others others = c10::ivalue::Tuple::create(std::move(kept));
+    const Others others = c10::ivalue::Tuple::create(context->saved_data["others"].toListRef().vec());
     const auto found = is_plain(grads[0]) ? rsa_hf::backward(grads[0], tensors, others)
                                           : backward_in_pytorch(grads[0], tensors, others);
     List results = defined(found);

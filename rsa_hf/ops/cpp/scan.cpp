@@ -335,7 +335,7 @@ class Walk {
     groups = (p.channels + Lanes<Number>::COUNT - 1) / Lanes<Number>::COUNT;
     states.resize(head.dilation * groups);
     std::complex<double> power = 1, slope = 0;
-    for (Index k = 0; k <= head.window; k++) {
+    for (Index k = 0; head.window && k <= head.window; k++) {
       powers.emplace_back(power);
       slopes.emplace_back(slope);
       written.emplace_back(c * power);
@@ -457,6 +457,7 @@ void walk(const Problem& p, Index b, Index begin, Index end, bool is_backwards, 
   const Index beside = p.window ? 1 : end - begin;
   for (Index h = begin; h < end; h += beside) {
     std::vector<Walk<Number>> walks;
+    walks.reserve(beside);
     for (Index i = 0; i < beside; i++) walks.emplace_back(p, b, h + i, is_backwards, Sweep<Number>::HAS_DERIVATIVE);
     for (Index first = 0; first < p.keys; first += KEYS)
       for (Index i = 0; i < beside; i++) walks[i].template run<Sweep>(first, more[h - begin + i]...);
