@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import lzma
-import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from experiments.runner.comparison import Comparison, all_measured, compare_vari
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.files import cached, data_file
 from experiments.runner.fit import adamw_with_linear_decay, default_device, evaluation_steps, fit, shuffled_rows
-from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, Values
+from experiments.runner.summary import Run, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
 ARMS = ("plain", CONVOLUTION, DEFAULT)
@@ -217,24 +216,14 @@ COMPARISON = Comparison(
         RATIO: compared((CONVOLUTION, DEFAULT), "plain", _token_ratio),
         OVER_PLAIN: difference((CONVOLUTION, DEFAULT), "plain", LOSS),
     },
+    judged=(RATIO,),
+    of_arm=DEFAULT,
+    even=1,
+    listed=(LOSS, OVER_PLAIN),
     shown=RATIO,
     label="tokens to plain's final loss / all of plain's tokens",
-    even=1,
+    line=1,
 )
-
-
-def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if RSA reaches the plain encoder's final loss with fewer tokens."""
-    ratios = rows.find(RATIO, arm=DEFAULT)
-    sentence = f"RSA needs significantly fewer tokens in {ratios.wins(1)} cases."
-    findings = tuple(_finding(rows, row) for row in rows.find(RATIO))
-    return Conclusion(ratios.judge(1), f"share of the tokens: {ratios.span('.2f')}", sentence, findings)
-
-
-def _finding(rows: Rows, ratio: Row) -> str:
-    over = rows.find(OVER_PLAIN, **ratio.settings)[0]
-    share = "not reached" if ratio.mean == math.inf else ratio.text(".2f")
-    return f"{ratio.settings['arm']}: {share} of the tokens of plain; {over.text('+.4f')} {LOSS} over plain"
 
 
 EXPERIMENT = compare_variants(
@@ -248,7 +237,6 @@ EXPERIMENT = compare_variants(
     seeds={"toy": 2, "quick": 2, "full": 2},
     grid=make_grid,
     measure=measure,
-    conclude=conclude,
     search_by=None,
     parts=("arm",),
 )

@@ -14,6 +14,7 @@ The protocol was written before the runs:
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from experiments.corpora import read_corpus
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import count_parameters, default_device
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values, weakest
+from experiments.runner.summary import Conclusion, Rows, Settings, Values, weakest
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
 ARMS = ("plain", CONVOLUTION, DEFAULT)
@@ -90,31 +91,25 @@ COMPARISON = Comparison(
         OVER_PLAIN: difference_by_part((CONVOLUTION, DEFAULT), "plain", PARTS),
         OVER_CONVOLUTION: difference_by_part((DEFAULT,), CONVOLUTION, PARTS),
     },
+    judged=(OVER_PLAIN,),
+    of_arm=DEFAULT,
+    listed=(TEST, OVER_CONVOLUTION),
     shown=OVER_PLAIN,
     label="bits per byte of the test text, over plain",
-    even=0,
+    line=0,
 )
 
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA is better than plain significantly, and than the convolution in the mean, in every case."""
-    over_plain, over_convolution = rows.find(OVER_PLAIN, arm=DEFAULT), rows.find(OVER_CONVOLUTION)
-    behind = [row for row in over_convolution if row.mean > 0]
-    verdict = weakest(over_plain.judge(0), "not confirmed" if behind else "confirmed")
-    sentence = (
-        f"RSA ends significantly better than the plain model in {over_plain.wins(0)} cases, and better than a "
-        f"convolution over four tokens in {len(over_convolution) - len(behind)} of {len(over_convolution)}, in "
-        f"{over_convolution.below(0)} significantly."
+    found, over_convolution = COMPARISON.conclude(rows), rows.find(OVER_CONVOLUTION)
+    ahead = sum(row.mean <= 0 for row in over_convolution)
+    return replace(
+        found,
+        verdict=weakest(found.verdict, "confirmed" if ahead == len(over_convolution) else "not confirmed"),
+        answer=f"{found.answer}; {OVER_CONVOLUTION} {over_convolution.span('+.3f')}",
+        sentence=f"{found.sentence} Ahead of a convolution in the mean in {ahead} of {len(over_convolution)} cases.",
     )
-    answer = f"bits per byte over plain {over_plain.span('+.3f')}, over a convolution {over_convolution.span('+.3f')}"
-    return Conclusion(
-        verdict, answer, sentence + over_plain.undecided(0), tuple(map(_finding, [*over_plain], [*over_convolution]))
-    )
-
-
-def _finding(over_plain: Row, over_convolution: Row) -> str:
-    model, text, _ = over_plain.pick(GROUP).values()
-    return f"{model}, {text}: {over_plain.text('+.3f')} over plain, {over_convolution.text('+.3f')} over {CONVOLUTION}"
 
 
 EXPERIMENT = compare_variants(

@@ -29,7 +29,7 @@ from experiments.pretrained_tasks import predict_logits
 from experiments.runner.comparison import Case, Comparison, all_measured, compare_variants, difference
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, evaluation_steps, fit
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
+from experiments.runner.summary import Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 from rsa_hf import RSAConfig
 from rsa_hf.calibration import run_calibration
@@ -173,34 +173,13 @@ COMPARISON = Comparison(
         OVER_PLAIN: difference(tuple(arm for arm in ARMS if arm != PLAIN), PLAIN, "average_precision"),
         MCNEMAR: _mcnemar,
     },
+    judged=(OVER_PLAIN,),
+    of_arm=DEFAULT,
+    higher_is_better=True,
+    listed=("average precision", "accuracy", MCNEMAR),
     shown="average precision",
     label="average precision",
 )
-
-
-def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if RSA from the first step has a higher average precision than plain, in every case."""
-    gains = rows.find(OVER_PLAIN, arm=DEFAULT)
-    sentence = (
-        f"RSA from the first step of pretraining has a significantly higher average precision in "
-        f"{gains.negated().wins(0)} cases, and a lower one in {gains.below(0)}."
-    )
-    answer = f"average precision over plain: {gains.span('+.3f')}"
-    findings = tuple(_finding(rows, row) for row in rows.find("average precision", arm=PLAIN))
-    return Conclusion(gains.negated().judge(0), answer, sentence + gains.negated().undecided(0), findings)
-
-
-def _finding(rows: Rows, plain: Row) -> str:
-    case = plain.pick(GROUP)
-    arms = "; ".join(
-        f"{row.settings['arm']} {row.text('+.3f')} (p {rows.mean(MCNEMAR, **row.settings):.2g})"
-        for row in rows.find(OVER_PLAIN, **case)
-    )
-    accuracy = rows.mean("accuracy", **plain.settings)
-    return (
-        f"{case['task']}, {100 * case['share']:g} % of the functions: plain average precision {plain.text('.3f')}, "
-        f"accuracy {accuracy:.2%}; average precision over plain (McNemar's test of all answers): {arms}"
-    )
 
 
 EXPERIMENT = compare_variants(
@@ -215,6 +194,5 @@ EXPERIMENT = compare_variants(
     seeds={"toy": 2, "quick": 4, "full": 10},
     grid=make_grid,
     measure=measure,
-    conclude=conclude,
     parts=(*GROUP, "arm"),
 )

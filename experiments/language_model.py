@@ -20,7 +20,7 @@ from experiments.corpora import read_splits, text8_tokens
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference, measured
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device, fit, step_time_ratio
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
+from experiments.runner.summary import Settings, Values
 from experiments.variants import NO_RECURRENCE, add_rsa, variant_config
 from rsa_hf import param_groups
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS
@@ -143,8 +143,6 @@ def measure(settings: Settings) -> Values:
 GROUP = ("corpus", "architecture", "model", "steps")
 BITS = "bits per character"
 OVER_PLAIN, OVER_NO_RECURRENCE = "rsa − plain", f"rsa − {NO_RECURRENCE}"
-# Bits per character without and with RSA heads.
-PUBLISHED = {("enwik8", "block-recurrent"): (1.0746, 1.0683), ("text8", "block-recurrent"): (1.1652, 1.1625)}
 COMPARISON = Comparison(
     GROUP,
     VARIANTS,
@@ -156,39 +154,11 @@ COMPARISON = Comparison(
         OVER_NO_RECURRENCE: difference({"rsa"}, NO_RECURRENCE, "test"),
         TIME: measured(TIME),
     },
+    judged=(OVER_PLAIN, OVER_NO_RECURRENCE),
+    listed=(BITS, TIME),
     shown=BITS,
     label="bits per character, test text",
 )
-
-
-def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if RSA is significantly better than both others, for both architectures and on every text."""
-    over_plain, over_no_recurrence = rows.find(OVER_PLAIN), rows.find(OVER_NO_RECURRENCE)
-    compared = Rows([*over_plain, *over_no_recurrence])
-    sentence = (
-        f"RSA needs significantly fewer bits per character in {over_plain.wins(0)} comparisons with the plain model, "
-        f"and in {over_no_recurrence.below(0)} with the variant without recurrence.{compared.undecided(0)}"
-    )
-    times = rows.find(TIME).by("architecture")
-    answer = "bits per character: " + ", ".join(
-        f"{architecture} {differences.span('+.3f')} (a step takes {times[architecture].span('.2f')} times as long)"
-        for architecture, differences in over_plain.by("architecture").items()
-    )
-    return Conclusion(compared.judge(0), answer, sentence, tuple(_finding(rows, row) for row in over_plain))
-
-
-def _finding(rows: Rows, over_plain: Row) -> str:
-    group = over_plain.pick(GROUP)
-    rsa, plain = (rows.mean(BITS, **group, arm=arm) for arm in ("rsa", "plain"))
-    [over_no_recurrence] = rows.find(OVER_NO_RECURRENCE, **group)
-    text = (
-        f"{group['architecture']} on {group['corpus']} ({group['model']}, {group['steps']} steps): {plain:.3f} → "
-        f"{rsa:.3f} bits per character, {over_plain.text('+.3f')}, and {over_no_recurrence.text('+.3f')} relative to "
-        f"no recurrence; a step takes {rows.mean(TIME, **group):.2f} times as long"
-    )
-    if published := PUBLISHED.get((group["corpus"], group["architecture"])):
-        text += f"; published {published[1] - published[0]:+.4f}"
-    return text
 
 
 EXPERIMENT = compare_variants(
@@ -204,7 +174,6 @@ EXPERIMENT = compare_variants(
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,
-    conclude=conclude,
     parts=GROUP,
     revision=4,
 )

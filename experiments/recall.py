@@ -22,7 +22,7 @@ from experiments.byte_models import small_llama
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, ratio
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import adamw, default_device, fit
-from experiments.runner.summary import Conclusion, Row, Rows, Settings, Values
+from experiments.runner.summary import Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, SHIFT, make_variant
 from rsa_hf.tasks.text_blocks import IGNORED_LABEL
 
@@ -137,37 +137,14 @@ COMPARISON = Comparison(
         **all_measured(SHARE, STEPS, "learning_rate"),
         SHARE_OF_STEPS: ratio((DEFAULT, SHIFT), CONVOLUTION, STEPS),
     },
+    judged=(SHARE_OF_STEPS,),
+    of_arm=DEFAULT,
+    even=1.5,
+    listed=(SHARE, STEPS),
     shown=SHARE,
     label=SHARE,
-    even=1,
+    line=1,
 )
-MOST = 1.5  # times the steps of the convolution
-
-
-def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if RSA recalls with every seed of every task, in at most 1.5 times the steps of the convolution."""
-    ratios = rows.find(SHARE_OF_STEPS, arm=DEFAULT)
-    finite = Rows(row for row in ratios if math.isfinite(row.mean))
-    answer = f"steps to recall over those of the convolution: {finite.span('.2f') if finite else 'not reached'}"
-    sentence = (
-        f"RSA recalls with every seed in {len(finite)} of {len(ratios)} tasks, and in at most {MOST} times the steps "
-        f"of a convolution over four tokens significantly in {ratios.below(MOST)}.{ratios.undecided(MOST)}"
-    )
-    return Conclusion(ratios.judge(MOST), answer, sentence, tuple(_finding(rows, row) for row in ratios))
-
-
-def _finding(rows: Rows, of_rsa: Row) -> str:
-    group = of_rsa.pick(GROUP)
-    steps = ", ".join(
-        f"{row.settings['arm']} "
-        + (f"{row.mean:,.0f}" if math.isfinite(row.mean) else f"not with every seed ({share:.2f})")
-        for row in rows.find(STEPS, **group)
-        for share in [rows.mean(SHARE, **row.settings)]
-    )
-    return (
-        f"{group['pairs']} pairs, {group['layers']} layer{'s' * (group['layers'] > 1)} of {group['width']}: steps to "
-        f"{RECALLED} (share named right after {group['steps']:,}): {steps}"
-    )
 
 
 EXPERIMENT = compare_variants(
@@ -183,6 +160,5 @@ EXPERIMENT = compare_variants(
     seeds={"toy": 2, "quick": 3, "full": 5},
     grid=make_grid,
     measure=measure,
-    conclude=conclude,
     parts=(*GROUP, "arm"),
 )

@@ -9,6 +9,7 @@ that passes on the last tokens gains too. Quick and full size differ in the mode
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -70,22 +71,20 @@ COMPARISON = Comparison(
         OVER_PLAIN: difference_by_part((*RIVALS[1:], *RSA), "plain", PARTS),
         BEHIND_RSA: difference_by_part(RIVALS, DEFAULT, PARTS),
     },
+    judged=(BEHIND_RSA,),
+    higher_is_better=True,
+    listed=(TEST, PARAMETERS, TIME),
     shown=OVER_PLAIN,
     label="bits per byte of the test text, over plain",
-    even=0,
+    line=0,
 )
 
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA's default is significantly better than every rival in every case."""
-    ahead = rows.find(BEHIND_RSA).negated()
     best = [best_rival(rows, row.pick(GROUP)) for row in rows.find(TEST, arm=DEFAULT)]
-    sentence = (
-        f"RSA's default ends significantly better than a rival in {ahead.wins(0)} comparisons." + ahead.undecided(0)
-    )
     over_best = ", ".join(f"{-row.mean:+.3f} ({row.settings['arm']})" for row in best)
-    answer = f"bits per byte over the best rival {over_best}"
-    return Conclusion(ahead.judge(0), answer, sentence, tuple(_findings(rows, ahead)))
+    return replace(COMPARISON.conclude(rows), answer=f"bits per byte over the best rival {over_best}")
 
 
 def best_rival(rows: Rows, case: Settings, arms: Sequence[str] = RIVALS) -> Row:
@@ -93,17 +92,6 @@ def best_rival(rows: Rows, case: Settings, arms: Sequence[str] = RIVALS) -> Row:
     scores = [row for row in rows.find(VALIDATION, **case) if row.settings["arm"] in arms]
     best = min(scores, key=lambda row: row.mean).settings["arm"]
     return rows.find(BEHIND_RSA, **case, arm=best)[0]
-
-
-def _findings(rows: Rows, ahead: Rows) -> list[str]:
-    findings = []
-    for row in rows.find(TEST):
-        model, text, _ = row.pick(GROUP).values()
-        line = f"{model}, {text}, {row.settings['arm']}: {row.text('.3f')} bits per byte"
-        line += "".join(f", RSA {other.text('+.3f')}" for other in ahead if other.settings == row.settings)
-        size, time = (rows.mean(name, **row.settings) for name in (PARAMETERS, TIME))
-        findings.append(f"{line}; {size:,.0f} parameters, {time:.2f} of plain's time a step")
-    return findings
 
 
 EXPERIMENT = compare_variants(

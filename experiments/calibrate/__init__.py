@@ -15,7 +15,7 @@ from experiments.calibrate.training import DEVIGN, EVERYTHING, LORA_TRAINED, NOT
 from experiments.calibrate.variants import ALL_SCALED, CALIBRATED, LORA, PLAIN, SCALED
 from experiments.runner.comparison import Case, Column, Comparison, all_measured, compare_variants, compared
 from experiments.runner.experiment import Size, combinations
-from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, worst_if_nan
+from experiments.runner.summary import Run, Settings, worst_if_nan
 from experiments.variants import NO_RECURRENCE
 
 ALL = 10**9  # more than any data set has
@@ -117,6 +117,7 @@ RIVALS = {
     EVERYTHING: (SCALED,),
     LORA_TRAINED: (),
 }
+OVER_RIVALS = {f"gain over {rival}": rival for rival in (NO_RECURRENCE, ALL_SCALED, LORA, SCALED)}
 
 
 def _loss(run: Run, name: str = "score") -> float:
@@ -151,61 +152,16 @@ COMPARISON = Comparison(
         **all_measured("score", "numbers", "validation", "chosen heads", "checked gain"),
         **all_measured("checked gain without recurrence", "learning_rate", "seconds"),
         GAIN: lambda case, arm: compared(case.runs.keys() - {PLAIN}, PLAIN, _gain)(case, arm),
-        **{f"gain over {rival}": _gain_over(rival) for rival in (NO_RECURRENCE, ALL_SCALED, LORA, SCALED)},
+        **{name: _gain_over(rival) for name, rival in OVER_RIVALS.items()},
     },
+    judged=(GAIN, *OVER_RIVALS),
+    of_arm=CALIBRATED,
+    higher_is_better=True,
+    listed=("numbers",),
     shown=GAIN,
     label="gain over plain, nats per token\n(of Devign: accuracy)",
-    even=0,
+    line=0,
 )
-
-
-def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if calibrated heads gain before and after training, over the plain model and over all rivals."""
-    claims = {
-        f"with {trained} trained, over {rival}": rows.find(
-            GAIN if rival == PLAIN else f"gain over {rival}", arm=CALIBRATED, trained=trained
-        )
-        for trained, rivals in RIVALS.items()
-        for rival in (PLAIN, *rivals)
-    }
-    parts = "; ".join(
-        f"{words}, in {gains.negated().wins(0)} cases (a loss in {gains.below(0)})"
-        for words, gains in claims.items()
-        if gains
-    )
-    compared = Rows(row for gains in claims.values() for row in gains).negated()
-    over_plain = rows.find(GAIN, arm=CALIBRATED)
-    of_text = Rows(row for row in over_plain if row.settings["task"] != DEVIGN).by("trained")
-    answer = "gain over the plain model, nats per token: " + ", ".join(
-        f"{of_text[trained].span('+.3f')} with {trained} trained"
-        for trained in (NOTHING, EVERYTHING, LORA_TRAINED)
-        if trained in of_text
-    )
-    for gain in over_plain.find(GAIN, task=DEVIGN):
-        answer += f", {100 * gain.mean:+.2f} percentage points of accuracy on Devign"
-    sentence = f"Calibrated heads gain significantly: {parts}.{compared.undecided(0)}"
-    return Conclusion(compared.judge(0), answer, sentence, tuple(_finding(rows, row) for row in over_plain))
-
-
-def _finding(rows: Rows, calibrated: Row) -> str:
-    """All variants of a case."""
-    case = calibrated.pick(GROUP)
-    on_devign, trained = case["task"] == DEVIGN, case["trained"]
-
-    def text(row: Row) -> str:
-        return row.scaled(100).text("+.2f") if on_devign else row.text("+.4f")
-
-    variants = []
-    for row in rows.find(GAIN, **case):
-        numbers = f", {rows.mean('numbers', **row.settings):,.0f} numbers" if trained == NUMBERS else ""
-        variants.append(f"{row.settings['arm']} {text(row)}{numbers}")
-    for rival in RIVALS[trained]:
-        variants += [f"calibrated over {rival} {text(row)}" for row in rows.find(f"gain over {rival}", **case)]
-    heads = rows.mean("chosen heads", **calibrated.settings)
-    return (
-        f"{case['model']}, {case['task']}, {100 * case['share']:g} %, {trained} trained: {heads:.0f} heads chosen; "
-        f"gains over plain in {'percentage points' if on_devign else 'nats per token'}: {'; '.join(variants)}"
-    )
 
 
 EXPERIMENT = compare_variants(
@@ -223,6 +179,5 @@ EXPERIMENT = compare_variants(
     seeds={"toy": 2, "quick": 4, "full": 5},
     grid=make_grid,
     measure=measure,
-    conclude=conclude,
     parts=(*GROUP, "arm"),
 )

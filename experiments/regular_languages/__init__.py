@@ -12,8 +12,8 @@ counts one by one, up to those of the training strings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -102,6 +102,9 @@ COMPARISON = Comparison(
         **all_measured("loss", "steps", "parameters", "learning_rate"),
         **OVER_TRANSFORMER,
     },
+    judged=(DIFFERENCE,),
+    higher_is_better=True,
+    listed=(*BY_LENGTH, LONGER),
     shown=LONGER,
     label="strings entirely right, beyond the lengths trained on",
 )
@@ -120,35 +123,15 @@ def summarise(runs: Sequence[Run]) -> Rows:
 
 def conclude(rows: Rows) -> Conclusion:
     """Confirmed if RSA is significantly better at longer strings, over all languages and on Parity."""
-    each, [overall] = rows.find(DIFFERENCE), rows.find(DIFFERENCE, language=ALL)
-    each.remove(overall)
-    if math.isnan(overall.low):
-        return Conclusion("not measurable at this size", "one seed", "There is one seed, which gives no interval.")
-    parity = rows.find(DIFFERENCE, language="parity")
-    losses = Rows([overall, *parity]).negated()
-    significant, on_parity = not overall.low <= 0 <= overall.high, "Parity has not been run."
-    answer = f"{100 * overall.mean:+.0f} percentage points of longer strings right, over {len(each)} languages"
-    verdict = losses.judge(0) if parity else weakest(losses.judge(0), "not measurable at this size")
-    if parity:
-        on_parity = f"on Parity it is {'' if parity[0].low > 0 else 'not '}better."
-        answer += f"; {100 * parity[0].mean:+.0f} on Parity"
-    sentence = (
-        f"Beyond the training lengths, RSA gets {100 * overall.mean:+.1f} percentage points "
-        f"({100 * overall.low:+.1f} … {100 * overall.high:+.1f}) more strings entirely right than the same "
-        f"Transformer, as the mean of {len(each)} languages, which is {'' if significant else 'not '}significant; "
-        f"{on_parity}{losses.undecided(0)}"
+    claimed = Rows(row for row in rows if row.settings["language"] in (ALL, "parity"))
+    found, gains = COMPARISON.conclude(claimed), claimed.find(DIFFERENCE)
+    has_parity = len(gains) > 1
+    return replace(
+        found,
+        verdict=found.verdict if has_parity else weakest(found.verdict, "not measurable at this size"),
+        answer=f"{DIFFERENCE}: " + ", ".join(f"{row.settings['language']} {row.text('+.3f')}" for row in gains),
+        findings=COMPARISON.conclude(rows).findings,
     )
-    return Conclusion(verdict, answer, sentence, tuple(_finding(rows, row.settings["language"]) for row in each))
-
-
-def _finding(rows: Rows, language: str) -> str:
-    """Accuracy of each variant at the training lengths, without which the rest means nothing, and beyond."""
-    trained = next(row.measure for row in rows if row.measure.startswith("right"))
-    variants = [
-        f"{row.settings['arm']} {100 * row.mean:.1f} and {100 * rows.mean(LONGER, **row.settings):.1f}"
-        for row in rows.find(trained, language=language)
-    ]
-    return f"{language}, % entirely right at the training lengths and beyond: {', '.join(variants)}"
 
 
 EXPERIMENT = compare_variants(

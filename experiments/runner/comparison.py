@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.runner.experiment import Experiment
 from experiments.runner.panels import COLOURS, panels
-from experiments.runner.summary import Rows, Run, Settings, make_rows, worst_if_nan
+from experiments.runner.summary import Conclusion, Row, Rows, Run, Settings, make_rows, worst_if_nan
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,14 @@ class Comparison:
     # Lower is better. The best learning rate has the lowest mean score over the seeds that have run at every rate.
     score: Callable[[Run], float]
     columns: Mapping[str, Column]
+    judged: tuple[str, ...] = ()  # the columns in which every row must be better than `even` for the claim to hold
+    of_arm: str | None = None  # the variant whose rows they are; None: of all
+    higher_is_better: bool = False  # in those columns
+    even: float = 0
+    listed: tuple[str, ...] = ()  # further columns to report beside them
     shown: str = ""  # the column that is drawn
     label: str = ""  # what it is, with its unit
-    even: float | None = None  # where the figure has a line, for instance at a difference of 0
+    line: float | None = None  # where the figure has a line, for instance at a difference of 0
 
     def cases(self, runs: Sequence[Run]) -> list[Case]:
         """The complete cases, in the order of the runs."""
@@ -131,6 +136,21 @@ class Comparison:
         """The rows of each variant of each case."""
         return Rows(row for case in self.cases(runs) for arm in case.runs for row in case.rows(arm, self.columns))
 
+    def conclude(self, rows: Rows) -> Conclusion:
+        """Confirmed if each row that is judged is significantly better."""
+        arms = (self.of_arm,) if self.of_arm else rows.by("arm")
+        compared = Rows(row for name in self.judged for row in rows.find(name) if row.settings["arm"] in arms)
+        losses, even = (compared.negated(), -self.even) if self.higher_is_better else (compared, self.even)
+        sentence = f"significantly better in {losses.wins(even)} comparisons, worse in {losses.negated().below(-even)}"
+        spans = (f"{name} {some.span(_format(some[0]))}" for name in self.judged if (some := compared.find(name)))
+        lines: dict[str, list[str]] = {}
+        for row in rows:
+            if row.measure in (*self.listed, *self.judged):
+                words = (v if isinstance(v, str) else f"{name} {v}" for name, v in row.settings.items())
+                lines.setdefault(", ".join(words), []).append(f"{row.measure} {row.text(_format(row))}")
+        findings = tuple(f"{settings}: {', '.join(texts)}" for settings, texts in lines.items())
+        return Conclusion(losses.judge(even), "; ".join(spans), f"{sentence}.{losses.undecided(even)}", findings)
+
     def draw(self, runs: Sequence[Run], path: Path) -> None:
         """A panel for each case: the measure `shown` of each variant, with its 95 % interval."""
         rows = self.summarise(runs).find(self.shown)
@@ -143,14 +163,21 @@ class Comparison:
                 axes.errorbar(means, places, xerr=found.error_bars(), fmt="o", capsize=3, color=COLOURS[0])
                 axes.set_yticks(places, [row.settings["arm"] for row in found])
                 axes.set_ylim(len(found) - 0.5, -0.5)
-                if self.even is not None:
-                    axes.axvline(self.even, color="#666666", linewidth=0.8)
+                if self.line is not None:
+                    axes.axvline(self.line, color="#666666", linewidth=0.8)
                 names = [f"{name} {value}" for name, value in zip(self.group, case, strict=True)]
                 title = "\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2))
                 axes.set(title=title, xlabel=f"{self.label}\nmean and 95 % interval, {found[0].seeds} seeds")
 
 
+def _format(row: Row) -> str:
+    """Three decimals, of counts none; differences have a sign."""
+    is_difference = " − " in row.measure or "gain" in row.measure
+    is_count = row.mean >= 100 or (row.low == row.high and row.mean.is_integer())
+    return "+.3f" if is_difference else ",.0f" if is_count else ".3f"
+
+
 def compare_variants(comparison: Comparison, **fields: Any) -> Experiment:
-    """An experiment whose summary, figure and search of learning rates are those of a comparison, unless given."""
-    own = {"summarise": comparison.summarise, "draw": comparison.draw, "search_by": comparison.score}
-    return Experiment(**{**own, "edges": comparison.edges, **fields})
+    """An experiment whose summary, conclusion, figure and search of rates are those of a comparison, unless given."""
+    own = {"summarise": comparison.summarise, "conclude": comparison.conclude, "draw": comparison.draw}
+    return Experiment(**{**own, "search_by": comparison.score, "edges": comparison.edges, **fields})

@@ -57,7 +57,9 @@ class Row:
         )
 
     def text(self, number_format: str) -> str:
-        """Mean and interval, each in a format such as `+.3f`."""
+        """Mean and interval, each in a format such as `+.3f`; the mean alone where all values agree."""
+        if self.low == self.high:
+            return f"{self.mean:{number_format}}"
         ends = f"{self.low:{number_format}} … {self.high:{number_format}}"
         if math.isnan(self.low):
             ends = "one seed" if self.seeds == 1 else "no interval"
@@ -80,10 +82,6 @@ class Rows(list[Row]):
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
 
-    def counts(self) -> tuple[int, int]:
-        """In how many runs a measure of 0 or 1 was 1, and the number of runs."""
-        return round(sum(row.mean * row.seeds for row in self)), sum(row.seeds for row in self)
-
     def negated(self) -> Rows:
         """The rows with the opposite sign: of gains, where more is better, losses."""
         return Rows(row.scaled(-1) for row in self)
@@ -92,10 +90,6 @@ class Rows(list[Row]):
         """The smallest and the largest mean, such as `0.18 to 0.46`."""
         ends = min(row.mean for row in self), max(row.mean for row in self)
         return " to ".join(dict.fromkeys(f"{end:{number_format}}" for end in ends))
-
-    def spans(self, setting: str, number_format: str) -> str:
-        """The span for each value of a setting, such as `gpt2 0.18 to 0.46, llama 0.54`."""
-        return ", ".join(f"{value} {rows.span(number_format)}" for value, rows in self.by(setting).items())
 
     def significant(self, even: float) -> list[bool]:
         """Which rows differ from `even` at 5 % over all of them, by Holm's procedure; a single seed never does."""

@@ -92,4 +92,4 @@ def test_the_verdict_is_on_tokens_to_the_plain_loss(better, verdict):
     conclusion = experiment.conclude(rows)
     assert conclusion.verdict == verdict
     if better:
-        assert "0.67" in conclusion.answer and any("-0.5000" in each for each in conclusion.findings)
+        assert "0.667" in conclusion.answer and any("-0.500" in each for each in conclusion.findings)

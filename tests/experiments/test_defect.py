@@ -83,4 +83,4 @@ def test_the_verdict_and_mcnemars_test(rsa, verdict):
     conclusion = experiment.conclude(rows)
     assert conclusion.verdict == verdict
     assert rows.mean("McNemar's p", arm=DEFAULT) == pytest.approx(2 * (1 + 13) / 2**13)
-    assert "McNemar" in conclusion.findings[0]
+    assert "McNemar" in conclusion.findings[-1]

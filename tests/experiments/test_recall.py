@@ -40,9 +40,9 @@ def runs(arm, steps):
 @pytest.mark.parametrize(
     ("steps", "verdict", "words"),
     [
-        ([500.0, 600.0, 550.0], "confirmed", "in 1 of 1 tasks"),
-        ([900.0, 1000.0, 950.0], "not confirmed", "in 1 of 1 tasks"),
-        ([500.0, math.inf, 550.0], "not confirmed", "in 0 of 1 tasks"),
+        ([500.0, 600.0, 550.0], "confirmed", "better in 1 of 1"),
+        ([900.0, 1000.0, 950.0], "not confirmed", "worse in 1"),
+        ([500.0, math.inf, 550.0], "not confirmed", "better in 0 of 1"),
     ],
 )
 def test_recall_needs_every_seed_and_few_steps(steps, verdict, words):
