@@ -254,7 +254,10 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
-    """Check that a cache has lost no keys: no query is at a position beyond its slot."""
+    """Check that positions count what P V counts: slots of a cache, from the first one that a row does not hide.
+
+    A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys.
+    """
     T, device = mask.query_length, positions.device.type
     # A single query on a GPU is not checked: decoding would wait for the device at each token.
     if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
@@ -268,6 +271,25 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
             "cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
             "unpatch_model(model). If this one does, position_ids must start at 0."
         )
+    if (mask.key_mask is not None or mask.query_position is not None) and remembered(_has_padding, positions, mask):
+        raise ValueError(
+            "position_ids: padding stands between the keys of a row, and its positions do not count it. RSA counts "
+            "distances in slots, so P V would depend on it: after cached keys give rows of one length, or pad the "
+            "whole texts on the left and run them without the cache, or unpatch_model(model)."
+        )
+
+
+def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
+    """Whether a query that is a real token is at an earlier position than its slot after the first real key."""
+    T = mask.query_length
+    if mask.query_position is not None and mask.visible is not None:
+        keys, slots = mask.visible[:, 0, 0], mask.query_position[None]
+    elif mask.key_mask is not None:
+        keys, slots = mask.key_mask, mask.query_offset + torch.arange(T, device=positions.device)
+    else:
+        return False
+    first = keys.int().argmax(1, keepdim=True)
+    return bool(((slots - first > positions) & keys[:, slots]).any())
 
 
 def _latest_start(positions: Tensor) -> int:

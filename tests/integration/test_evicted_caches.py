@@ -64,6 +64,32 @@ def test_positions_beyond_the_slots_of_a_static_cache_are_refused(monkeypatch):
     run()  # nothing is raised: there are more slots than positions
 
 
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("llama", "flash_attention_2"), ("gpt2", "sdpa")],
+)
+@pytest.mark.parametrize("case", ["prefix", "right", "left", "slots"])
+@torch.no_grad()
+def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family, attention, case, monkeypatch):
+    flash_stand_in.install(monkeypatch)
+    model, cache, mask = patched(family, attention), DynamicCache(), torch.ones(2, LENGTH + 4, dtype=torch.long)
+    if case != "right":
+        model(tokens(2, LENGTH), past_key_values=cache, attention_mask=mask[:, :LENGTH])
+        mask[1, slice(LENGTH, LENGTH + 2) if case == "prefix" else slice(1)] = 0
+        given = {"input_ids": tokens(2, 4)}
+    else:  # a prompt that is padded on the right, and the first token after it
+        mask[1, 9:11] = 0
+        given = {"input_ids": tokens(2, 1)}
+        model(tokens(2, LENGTH + 3), past_key_values=cache, attention_mask=mask[:, :-1])
+    positions = mask.cumsum(1) - 1 if case != "slots" else torch.arange(LENGTH + 4).expand(2, -1)
+    given |= {"attention_mask": mask, "position_ids": positions[:, cache.get_seq_length() :].clamp(min=0)}
+    if case in ("left", "slots"):
+        assert model(**given, past_key_values=cache).logits.isfinite().all()
+        return
+    with pytest.raises(ValueError, match="padding stands between the keys"):
+        model(**given, past_key_values=cache)
+
+
 def qwen2_vl():
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
     return AutoModel.from_config(tiny_config("qwen2_vl_text", num_key_value_heads=2, rope_parameters=rope))

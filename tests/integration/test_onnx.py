@@ -6,6 +6,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+from transformers import DynamicCache
 
 from families import FULL_PLAN, VOCAB, build
 from rsa_hf import patch_model, unpatch_model
@@ -52,6 +53,46 @@ def test_an_exported_roberta_gives_the_same_outputs(exported, batch, length, pad
     numpy.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=1e-5)
     # The control: the recurrence matters.
     assert numpy.abs(found - without)[real].mean() > 1e-2
+
+
+class Step(torch.nn.Module):
+    """A decoder with its cache as inputs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask, keys, values):
+        cache = DynamicCache()
+        for i, tensors in enumerate(zip(keys, values, strict=True)):
+            cache.update(*tensors, i)
+        return self.model(ids, attention_mask=mask, past_key_values=cache).last_hidden_state
+
+
+@pytest.mark.slow  # exports a model
+def test_an_exported_step_of_decoding_gives_the_same_outputs(onnxruntime, tmp_path):
+    model = patch_model(build("llama"), FULL_PLAN).eval()
+
+    def inputs(batch, cached):
+        cache, ids = DynamicCache(), torch.randint(3, VOCAB, (batch, cached + 1))
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        with torch.no_grad():
+            model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            expected = model(ids, attention_mask=mask).last_hidden_state[:, -1:]
+        keys, values = ([getattr(layer, name) for layer in cache.layers] for name in ("keys", "values"))
+        return (ids[:, -1:], mask, keys, values), expected
+
+    dynamic, n = torch.export.Dim.DYNAMIC, model.config.num_hidden_layers
+    of_cache = [{0: dynamic, 2: dynamic}] * n
+    shapes = ({0: dynamic}, {0: dynamic, 1: dynamic}, of_cache, of_cache)
+    torch.onnx.export(Step(model), inputs(2, 7)[0], tmp_path / "step.onnx", dynamo=True, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"), providers=["CPUExecutionProvider"])
+    for sizes in ((2, 7), (3, 12)):
+        (ids, mask, keys, values), expected = inputs(*sizes)
+        given = zip((each.name for each in session.get_inputs()), (ids, mask, *keys, *values), strict=True)
+        found = session.run(None, {name: tensor.numpy() for name, tensor in given})[0]
+        numpy.testing.assert_allclose(found, expected.numpy(), atol=1e-4, rtol=1e-4)
 
 
 class LastHiddenState(torch.nn.Module):
