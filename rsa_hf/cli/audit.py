@@ -8,17 +8,15 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, install_hooks, task_module
-
-
-def _keys() -> None:
-    task_module("defect").audit_data(["--help"])
+from rsa_hf.cli.common import help_with_keys, task_module
+from rsa_hf.utils.files import write_text
+from rsa_hf.utils.text import finite_or_null
 
 
 def audit(
     context: typer.Context,
     output: Annotated[str | None, typer.Option(help="A JSON file to write the numbers to.")] = None,
-    _: Annotated[bool, help_with_keys(_keys)] = False,
+    _: Annotated[bool, help_with_keys("defect")] = False,
 ) -> None:
     """Count what can mislead in the data of defect detection: rsa-hf audit [CONFIG] [--key value …].
 
@@ -28,12 +26,8 @@ def audit(
 
     Example: rsa-hf audit --train_file train.jsonl --validation_file valid.jsonl --test_file test.jsonl
     """
-    install_hooks()
-    from rsa_hf.tasks import format_audit
-    from rsa_hf.utils.files import write_text
-    from rsa_hf.utils.text import finite_or_null
-
-    report = task_module("defect").audit_data(context.args)
-    print(format_audit(report))
+    defect = task_module("defect")
+    report = defect.audit_data(context.args)
+    print(defect.format_audit(report))
     if output is not None:
         write_text(Path(output), json.dumps(finite_or_null(report), indent=2) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -70,17 +70,17 @@ WITH_SETTINGS: Any = {
 
 
 def task_module(task: str) -> Any:
-    """The module of the task "defect" or "lm"."""
+    """The module of the task "defect" or "lm", imported after the hooks are installed."""
+    install_hooks()
     return import_module(f"rsa_hf.tasks.{'defect_detection' if task == 'defect' else 'language_modeling'}")
 
 
-def help_with_keys(print_keys: Callable[[], object]) -> Any:
-    """The option --help of a command whose keys `print_keys` prints, and exits, as `read_arguments(["--help"], …)`."""
+def help_with_keys(task: str) -> Any:
+    """The option --help of a command that takes the keys of a task's runs: it also prints these, and exits."""
 
     def show(context: typer.Context, wanted: bool) -> None:
         if wanted:
             print(context.get_help())
-            install_hooks()
-            print_keys()
+            task_module(task).main(["--help"])
 
     return typer.Option("--help", "--list-keys", is_eager=True, callback=show, help="Show this and all keys.")

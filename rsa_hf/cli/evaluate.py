@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, task_module
+from rsa_hf.utils.text import finite_or_null
 
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
@@ -22,9 +23,6 @@ Threshold = Annotated[
 
 
 def _run(task: str, model: str, split: str, arguments: list[str], **settings: Any) -> None:
-    install_hooks()
-    from rsa_hf.utils.text import finite_or_null
-
     scores = task_module(task).evaluate(model, split, arguments, **settings)
     print(json.dumps(finite_or_null(scores), indent=2))
 
@@ -35,7 +33,7 @@ def defect(
     model: Model,
     split: Split = "test",
     threshold: Threshold = None,
-    _: Annotated[bool, help_with_keys(lambda: _run("defect", "", "", ["--help"]))] = False,
+    _: Annotated[bool, help_with_keys("defect")] = False,
 ) -> None:
     """Score a defect detector; as JSON: rsa-hf evaluate defect MODEL [CONFIG] [--key value …].
 
@@ -53,7 +51,7 @@ def lm(
     context: typer.Context,
     model: Model,
     split: Split = "test",
-    _: Annotated[bool, help_with_keys(lambda: _run("lm", "", "", ["--help"]))] = False,
+    _: Annotated[bool, help_with_keys("lm")] = False,
 ) -> None:
     """Score a language model: rsa-hf evaluate lm MODEL [CONFIG] [--key value …].
 

@@ -8,11 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, install_hooks, task_module
-
-
-def _keys() -> None:
-    task_module("defect").predict("", "", ["--help"])
+from rsa_hf.cli.common import help_with_keys, task_module
+from rsa_hf.utils.files import write_text
 
 
 def predict(
@@ -20,7 +17,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="Folder of a defect detector, or its name on the Hub.")],
     functions: Annotated[str, typer.Argument(help="A file of functions: JSON lines, a JSON array, CSV or Parquet.")],
     output: Annotated[str | None, typer.Option(help="A file to write to. Default: standard output.")] = None,
-    _: Annotated[bool, help_with_keys(_keys)] = False,
+    _: Annotated[bool, help_with_keys("defect")] = False,
 ) -> None:
     """Score functions without labels by a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
 
@@ -30,9 +27,6 @@ def predict(
 
     Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
     """
-    install_hooks()
-    from rsa_hf.utils.files import write_text
-
     found = task_module("defect").predict(model, functions, context.args)
     lines = "".join(json.dumps(each) + "\n" for each in found)
     if output is None:

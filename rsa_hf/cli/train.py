@@ -6,21 +6,13 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, install_hooks, task_module
+from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, task_module
 
 train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain, with transformers' Trainer.")
 
 
-def _run(task: str, arguments: list[str]) -> None:
-    install_hooks()
-    task_module(task).main(arguments)
-
-
 @train.command(**WITH_SETTINGS)
-def defect(
-    context: typer.Context,
-    _: Annotated[bool, help_with_keys(lambda: _run("defect", ["--help"]))] = False,
-) -> None:
+def defect(context: typer.Context, _: Annotated[bool, help_with_keys("defect")] = False) -> None:
     """Train a defect detector: rsa-hf train defect [CONFIG] [--key value …].
 
     CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
@@ -29,14 +21,11 @@ def defect(
 
     Example: rsa-hf train defect configs/defect_minilm_embedded.yaml --max_steps 100 --output_dir outputs/defect
     """
-    _run("defect", context.args)
+    task_module("defect").main(context.args)
 
 
 @train.command(**WITH_SETTINGS)
-def lm(
-    context: typer.Context,
-    _: Annotated[bool, help_with_keys(lambda: _run("lm", ["--help"]))] = False,
-) -> None:
+def lm(context: typer.Context, _: Annotated[bool, help_with_keys("lm")] = False) -> None:
     """Train a causal language model: rsa-hf train lm [CONFIG] [--key value …].
 
     CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
@@ -45,4 +34,4 @@ def lm(
 
     Example: rsa-hf train lm configs/lm_bytes_embedded.yaml --max_steps 100 --rsa none
     """
-    _run("lm", context.args)
+    task_module("lm").main(context.args)
