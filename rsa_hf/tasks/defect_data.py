@@ -13,7 +13,6 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal
 
-from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
 from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, load_splits, read_table
@@ -316,9 +315,3 @@ def subsample(examples: list[Example], limit: int | None, seed: int) -> list[Exa
     for of_class in (clean, defective):
         Random(seed).shuffle(of_class)
     return [examples[index] for index in sorted(clean[: limit - count] + defective[:count])]
-
-
-def in_batches(examples: Sequence[Example]) -> Iterator[list[str]]:
-    """Texts for calls of the tokenizer: enough for its threads, bounded in memory, with a bar."""
-    for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
-        yield [example.func for example in examples[start : start + 1000]]

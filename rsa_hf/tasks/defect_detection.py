@@ -19,6 +19,7 @@ import datasets
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -32,7 +33,7 @@ from rsa_hf.patching import is_patched
 from rsa_hf.plots import plot_confusion
 from rsa_hf.tasks.data_files import read_table
 from rsa_hf.tasks.defect_audit import audit, format_audit, targets_of, word_count_baseline
-from rsa_hf.tasks.defect_data import DefectDataConfig, in_batches, load_defect_data, read_examples
+from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_examples
 from rsa_hf.tasks.defect_scores import (
     bootstrap_intervals,
     by_function,
@@ -358,12 +359,13 @@ def _rows_and_tokens(
     windows = {"return_overflowing_tokens": True, "stride": overlap} if chunk else {}
     rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": [], "example_id": []}
     tokens = [special + overlap] * len(examples) if tokenizer.is_fast else []
-    first = 0  # index of the first function of a batch
-    for texts in in_batches(examples):
+    # Batches are enough for the tokenizer's threads, and bounded in memory.
+    for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
+        texts = [example.func for example in examples[start : start + 1000]]
         encoded = tokenizer(
             texts, truncation=True, max_length=config.max_seq_length, return_attention_mask=True, **windows
         )
-        owners = [first + i for i in encoded.get("overflow_to_sample_mapping", range(len(texts)))]
+        owners = [start + i for i in encoded.get("overflow_to_sample_mapping", range(len(texts)))]
         rows["input_ids"] += encoded["input_ids"]
         rows["attention_mask"] += encoded["attention_mask"]
         rows["labels"] += [examples[owner].target for owner in owners]
@@ -372,7 +374,6 @@ def _rows_and_tokens(
             # What was cut off overflows, unless it has rows of its own.
             pieces = [encoding] if chunk else [encoding, *encoding.overflowing]
             tokens[owner] += sum(len(piece.ids) - special for piece in pieces) - overlap
-        first += len(texts)
     return datasets.Dataset.from_dict(rows), tokens
 
 
