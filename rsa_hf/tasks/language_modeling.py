@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer_utils import EvalLoopOutput
 
 from rsa_hf.patching import is_patched
 from rsa_hf.tasks.text8 import text8_tokenizer
@@ -97,17 +96,12 @@ class LanguageModelTrainer(RSATrainer):
             accelerator=None if self.is_fsdp_enabled else self.accelerator,
         )
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """As `Trainer.evaluate`; names of the metrics get the prefix."""
-        started = time.time()
-        blocks: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        scores = self.scores[self.state.global_step] = self.score(blocks)
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
+        """As `Trainer.evaluation_loop`, without predictions; names of the metrics get the prefix."""
+        scores = self.scores[self.state.global_step] = self.score(dataloader.dataset)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
         metrics[f"{metric_key_prefix}_loss"] = scores["loss_nats_per_token"]
-        metrics |= speed_metrics(metric_key_prefix, started)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))  # type: ignore[arg-type]  # no predictions
 
 
 def _plain_model(
