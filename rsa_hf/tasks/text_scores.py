@@ -11,12 +11,13 @@ at every line end; `count_line_ends_as_words` does the same (WikiText-2 test: 24
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
@@ -70,22 +71,36 @@ def evaluate_language_model(
     Raises:
         ValueError: the model carries no memory over segments, or a memory setting is not allowed.
     """
-    index, count, steps = 0, 1, len(blocks)
-    if isinstance(blocks, EvaluationBlocks):
-        if accelerator is not None:
-            index, count = accelerator.process_index, accelerator.num_processes
-        steps = math.ceil(len(blocks) / (count * batch_size))
+    carried = isinstance(blocks, EvaluationSegments)
+    index, count = 0, 1
+    if accelerator is not None and not carried:
+        index, count = accelerator.process_index, accelerator.num_processes
+    last, size = len(blocks) - 1, 1 if carried else batch_size
+    mine = range(len(blocks))[index::count]
+    # Only the last block may be shorter, so it is a batch of its own.
+    whole = [i for i in mine if i != last]
+    batches = [whole[begin : begin + size] for begin in range(0, len(whole), size)]
+    if last in mine:
+        batches.append([last])
     nll_nats, num_tokens = 0.0, 0
+    device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), set_memory(model, memory or {}):
-            predictions = _predictions(model, blocks, batch_size, range(len(blocks))[index::count])
-            bar = tqdm(predictions, "evaluating", steps, unit="batch", leave=False, delay=2, disable=not progress)
-            for logits, targets in bar:
+            name, state = segment_state_of(model) if carried else "", None
+            for indices in tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=not progress):
+                batch = default_collate([blocks[i] for i in indices])
+                outputs = model(input_ids=batch["input_ids"].to(device), **({name: state} if carried else {}))
+                if carried:
+                    state = carried_from(outputs, name)
+                    logits, targets = outputs.logits, batch["shift_labels"].to(device)
+                else:
+                    logits, targets = outputs.logits[:, :-1], batch["labels"][:, 1:].to(device)
+                scored = targets != IGNORED_LABEL
                 # Half precision would round the losses before they are summed.
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+                logits = logits[scored].to(torch.promote_types(logits.dtype, torch.float32))
+                losses = cross_entropy(logits, targets[scored], reduction="none")
                 nll_nats += losses.cpu().double().sum().item()
                 num_tokens += losses.numel()
     finally:
@@ -116,26 +131,3 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model.config, name, value)
-
-
-def _predictions(
-    model: Any, blocks: EvaluationBlocks | EvaluationSegments, batch_size: int, indices: Sequence[int]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits [n, V] and targets [n] of the scored tokens of some blocks, or of all segments, batch by batch."""
-    device = next(model.parameters()).device
-    if isinstance(blocks, EvaluationSegments):
-        name, state = segment_state_of(model), None
-        for i in range(len(blocks)):
-            outputs = model(input_ids=blocks[i]["input_ids"][None].to(device), **{name: state})
-            state = carried_from(outputs, name)
-            yield outputs.logits[0], blocks[i]["shift_labels"].to(device)
-        return
-    last = len(blocks) - 1  # only the last block may be shorter, so it is a batch of its own
-    whole = [i for i in indices if i != last]
-    batches = [whole[begin : begin + batch_size] for begin in range(0, len(whole), batch_size)]
-    for batch_indices in [*batches, *([[last]] if last in indices else [])]:
-        batch = default_collate([blocks[index] for index in batch_indices])
-        targets = batch["labels"][:, 1:].to(device)
-        logits = model(input_ids=batch["input_ids"].to(device)).logits[:, :-1]
-        scored = targets != IGNORED_LABEL
-        yield logits[scored], targets[scored]
