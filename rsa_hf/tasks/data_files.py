@@ -166,12 +166,23 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
         raise ValueError("; ".join(bad) + more)
 
 
-def load_splits(source: DataSource, needed: Iterable[str], only: str | None = None, **keywords: Any) -> dict[str, Any]:
-    """Load a data set of the Hub, or a local folder that `datasets` reads: the splits that are there, by our names.
+def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> dict[str, Any]:
+    """The file of each split, or its data set on the Hub or in a local folder that `datasets` reads, by our names.
 
-    Those in `needed` must be there. `only` is the one split to score. `keywords` are those of `load_dataset`.
+    To score a split, `only`, it alone, or all where it is not there and has to be made of the training split.
+    `keywords` are those of `load_dataset`. A ValueError if a split that is needed is not there.
     """
+    found: dict[str, Any] = source.files
+    if source.dataset_name is not None:
+        found = _load_splits(source, only, keywords)
+    elif "train" not in found and only not in found:
+        raise ValueError(f"train_file=None: it is needed{'' if only is None else f', or {only}_file'}.")
+    return {split: each for split, each in found.items() if only in (None, split) or only not in found}
+
+
+def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any]) -> dict[str, Any]:
     name, config = source.dataset_name, source.dataset_config_name
+    needed = ["train", *(["validation"] if keywords.get("streaming") else [])] if only is None else []
     try:
         loaded = datasets.load_dataset(name, config, **keywords)
     except (RuntimeError, ValueError) as error:  # it needs a script, or has several configurations, which it lists

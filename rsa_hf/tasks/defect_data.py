@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, load_splits, read_table
+from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, read_table, sources_of
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
@@ -121,12 +121,12 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
             functions have one class.
     """
     train = only is None
-    tables = _tables(config, only)
-    if tables is None:
+    if config.dataset_name is None and not config.files:
         settings = (config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds)
         splits = load_python_defects(*settings)
     else:
-        splits = {split: read_examples(rows, config) for split, rows in tables.items()}
+        sources = sources_of(config, only)
+        splits = {split: read_examples(_rows(config, split, source), config) for split, source in sources.items()}
         if config.split_by is not None and "train" in splits:
             splits = _with_made_splits(splits, config)
     splits = {split: splits[split] for split in SPLITS if split in splits and only in (None, split)}
@@ -146,29 +146,11 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
     return splits
 
 
-def _tables(config: DefectDataConfig, only: str | None) -> dict[str, Iterator[tuple[str, Any]]] | None:
-    """The rows, with their places, of the splits that are needed; None: the data is embedded."""
-    if config.dataset_name is not None:
-        loaded = load_splits(config, ["train"] if only is None else [], only)
-        name = config.dataset_name
-        return {split: _numbered(loaded[split], f"{name}, {split}") for split in _needed(loaded, config, only)}
-    files = config.files
-    if not files:
-        return None
-    if only is None and "train" not in files:
-        raise ValueError(f"train_file=None: a training run needs one beside {', '.join(files)}.")
-    return {split: read_table(files[split]) for split in _needed(files, config, only)}
-
-
-def _numbered(rows: Iterable[Any], place: str) -> Iterator[tuple[str, Any]]:
-    return ((f"{place} row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _needed(given: Mapping[str, Any], config: DefectDataConfig, only: str | None) -> list[str]:
-    """Those of the given splits that are read: the one to score, or the training split that it is made from."""
-    if only not in given and config.split_by is not None:
-        return list(given)
-    return [split for split in given if only in (None, split)]
+def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[str, Any]]:
+    """The rows of a split's file or data set, each with its place."""
+    if config.dataset_name is None:
+        return read_table(source)
+    return ((f"{config.dataset_name}, {split} row {number}", row) for number, row in enumerate(source, 1))
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import DataSource, checked, json_lines, kind_of_file, load_splits, open_compressed
+from rsa_hf.tasks.data_files import DataSource, checked, json_lines, kind_of_file, open_compressed, sources_of
 
 
 @dataclass
@@ -103,17 +103,11 @@ def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
 
 def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, Iterator[bytes]]:
     """The texts of files or of a data set of the Hub, each in pieces; of one split only where it has its own."""
-    if config.dataset_name is None:
-        files = config.files
-        if only not in files and "train" not in files:
-            raise ValueError(f"train_file=None: it is needed{'' if only is None else f', or {only}_file'}.")
-        files = {only: files[only]} if only in files else files
-        return {split: _file_chunks(path, config.text_column_name) for split, path in files.items()}
-    needed = ["train", "validation"] if config.streaming and only is None else [] if only else ["train"]
-    loaded = load_splits(config, needed, only, streaming=config.streaming)
-    loaded = {only: loaded[only]} if only in loaded else loaded
     column = config.text_column_name
-    for split, rows in loaded.items():
+    sources = sources_of(config, only, streaming=config.streaming)
+    if config.dataset_name is None:
+        return {split: _file_chunks(path, column) for split, path in sources.items()}
+    for split, rows in sources.items():
         if rows.column_names is not None and column not in rows.column_names:
             raise ValueError(
                 f"text_column_name={column!r}: the {split} split of {config.dataset_name} has the columns "
@@ -121,7 +115,7 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
             )
     return {
         split: (_with_line_end(row[column]).encode() for row in rows.select_columns(column))
-        for split, rows in loaded.items()
+        for split, rows in sources.items()
     }
 
 
