@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -50,20 +50,13 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
     for key in unknown:
         hint = did_you_mean(key, usual.to_dict())
         raise ValueError(f"config_overrides: a {type(config).__name__} has no entry {key!r}.{hint}")
-    keywords = {} if arguments.attn_implementation is None else {"attn_implementation": arguments.attn_implementation}
-    model: PreTrainedModel
+    attention = arguments.attn_implementation
+    keywords: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if name is None:
-        model = auto_class.from_config(config, **keywords)
-        return model
-    with _without_load_report():
-        model, info = auto_class.from_pretrained(
-            place,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **keywords,
-        )
+        from_scratch: PreTrainedModel = auto_class.from_config(config, **keywords)
+        return from_scratch
+    keywords |= {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    model, info = _load_without_report(auto_class, place, **keywords)
     sizes = {each[0]: f"{list(each[1])} in the checkpoint, {list(each[2])} here" for each in info["mismatched_keys"]}
     if sizes and not arguments.ignore_mismatched_sizes:
         raise ValueError(
@@ -79,22 +72,20 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
 
 def require_head(auto_class: Any, name: str) -> PreTrainedModel:
     """Load a model to score it, and require that no part of it is new: a random head would be scored."""
-    model: PreTrainedModel
-    with _without_load_report():
-        model, info = auto_class.from_pretrained(locate(name), output_loading_info=True)
+    model, info = _load_without_report(auto_class, locate(name))
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{name} has no {missing}: it was not trained for this task. Name a checkpoint that was.")
     return model
 
 
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Silence transformers' report of missing weights: who loads says what is new."""
+def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model, and what is said of its weights, without transformers' own report of those that are missing."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        model, info = auto_class.from_pretrained(place, output_loading_info=True, **keywords)
+        return model, info
     finally:
         logging.set_verbosity(verbosity)
 
