@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
 from rsa_hf.hub import write_card
@@ -60,6 +59,7 @@ class RSATrainer(Trainer):
         if self._num_tracks is not None:
             # The loss is a mean over the micro-batch: the Trainer divides it by the number of micro-batches.
             self.model_accepts_loss_kwargs = False
+            args.train_sampling_strategy = "sequential"
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             if self._num_tracks != rows:
                 raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {rows} rows: one of each.")
@@ -112,11 +112,6 @@ class RSATrainer(Trainer):
         place = self._micro_batches % self.args.gradient_accumulation_steps
         self._micro_batches += 1
         return self._carried.mean_loss(model, inputs, place)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        if self._num_tracks is not None:
-            return SequentialSampler(self.train_dataset)
-        return super()._get_train_sampler(train_dataset)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
