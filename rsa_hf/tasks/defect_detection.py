@@ -32,7 +32,7 @@ from transformers import (
 from rsa_hf.patching import is_patched
 from rsa_hf.plots import plot_confusion
 from rsa_hf.tasks.data_files import read_table
-from rsa_hf.tasks.defect_audit import audit, format_audit, targets_of, word_count_baseline
+from rsa_hf.tasks.defect_audit import audit, format_audit, word_count_baseline
 from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_examples
 from rsa_hf.tasks.defect_scores import (
     bootstrap_intervals,
@@ -103,7 +103,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     train_to_end(trainer, folder)
     logits = {
-        split: parts_of(trainer.predict(rows[split], metric_key_prefix=split)) for split in rows if split != "train"
+        split: by_function(*parts_of(trainer.predict(rows[split], metric_key_prefix=split)))
+        for split in rows
+        if split != "train"
     }
     threshold = choose_threshold(*logits["validation"])
     scores = {split: _scores(splits[split], found, threshold) for split, found in logits.items()}
@@ -113,12 +115,11 @@ def main(arguments: Sequence[str]) -> None:
     table, notes = [], []
     if args.should_save:
         for split, found in logits.items():
-            classes = by_function(*found)[0].argmax(axis=1)
             with suppress(ImportError):  # no matplotlib, as `finish_run` says
-                plot_confusion(targets_of(splits[split]), classes, args.folder / f"confusion_{split}.png")
+                plot_confusion(found[1], found[0].argmax(axis=1), args.folder / f"confusion_{split}.png")
             notes += _notes(split, scores[split], bootstrap_intervals(*found))
         if "test" in logits:
-            rows_of_test = _predictions(splits["test"], logits["test"], threshold)
+            rows_of_test = _predictions(splits["test"], logits["test"][0], threshold)
             for_codexglue = "".join(f"{row['idx']}\t{int(row['score'] > 0.5)}\n" for row in rows_of_test)
             write_text(args.folder / "predictions.txt", for_codexglue)
             write_text(args.folder / "predictions.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows_of_test))
@@ -180,12 +181,9 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
     return model, rows.remove_columns("example_id"), DataCollatorWithPadding(tokenizer)
 
 
-def _scores(examples: Sequence[Example], logits: tuple[Any, Any, Any], threshold: float | None) -> dict[str, float]:
+def _scores(examples: Sequence[Example], found: tuple[Any, Any], threshold: float | None) -> dict[str, float]:
     """The scores of functions, and the pair rates where they are paired, at the threshold 0.5."""
-    return {
-        **compute_metrics(*logits, threshold),
-        **pair_rates_of(examples, by_function(*logits)[0].argmax(axis=1)),
-    }
+    return compute_metrics(*found, threshold=threshold) | pair_rates_of(examples, found[0].argmax(axis=1))
 
 
 def _table(
@@ -229,9 +227,9 @@ def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequ
     return notes
 
 
-def _predictions(examples: Sequence[Example], logits: tuple[Any, Any, Any], threshold: float) -> list[dict[str, Any]]:
+def _predictions(examples: Sequence[Example], logits: Any, threshold: float) -> list[dict[str, Any]]:
     """What is found of each function, as `predict` returns it."""
-    scores = probabilities(by_function(*logits)[0]).tolist()
+    scores = probabilities(logits).tolist()
     return [
         {"idx": i if each.idx is None else each.idx, "score": score, "label": LABELS[int(score > threshold)]}
         for i, (each, score) in enumerate(zip(examples, scores, strict=True))
@@ -276,7 +274,7 @@ def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, An
     if not examples:
         raise ValueError(f"{path} has no functions.")
     threshold = getattr(model.config, SAVED, {}).get("threshold", 0.5)
-    return _predictions(examples, _logits(model, tokenizer, examples, run), threshold)
+    return _predictions(examples, _logits(model, tokenizer, examples, run)[0], threshold)
 
 
 def _saved(
@@ -300,8 +298,8 @@ def _logits(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     run: RunArguments[DefectDataConfig],
-) -> tuple[Any, Any, Any]:
-    """Logits, labels and owners of the rows of functions."""
+) -> tuple[Any, Any]:
+    """Logits [N, 2] and labels [N] of functions."""
     with TemporaryDirectory() as folder:
         args = RSATrainingArguments(
             output_dir=folder,
@@ -312,7 +310,7 @@ def _logits(
             use_cpu=run.training.use_cpu,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
-        return parts_of(trainer.predict(tokenize(examples, tokenizer, run.data)))
+        return by_function(*parts_of(trainer.predict(tokenize(examples, tokenizer, run.data))))
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
