@@ -75,14 +75,10 @@ class RunFolder:
             PartialState().print(f"{self.folder}: this run had finished.\n\n{self._result}")
         return self._result is not None
 
-    def start(self) -> None:
-        """Write the settings, before the first step."""
+    def write(self, **ended: str) -> None:
+        """Write the settings, before the first step; once the run has ended, with its `result`, a table."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._file, json.dumps(self.content, indent=2) + "\n")
-
-    def finish(self, result: str) -> None:
-        """Note that the run has ended, with its table of results."""
-        write_text(self._file, json.dumps({**self.content, "result": result}, indent=2) + "\n")
+        write_text(self._file, json.dumps({**self.content, **ended}, indent=2) + "\n")
 
 
 def digest(texts: Iterable[bytes]) -> str:

@@ -31,7 +31,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
     trainer.accelerator.wait_for_everyone()
     state = None if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     if main:
-        folder.start()
+        folder.write()
         says = "starts" if state is None else f"continues from step {state.global_step}"
         print(f"{args.output_dir}: the run {says}.")
     if state is not None and state.global_step >= state.max_steps and not args.resume_from_checkpoint:
@@ -98,7 +98,7 @@ def finish_run(
     if args.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
-        folder.finish(shown)
+        folder.write(result=shown)
 
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
