@@ -160,7 +160,11 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     words = _set_entries(content, words, known)
     parser = _Parser(types, allow_abbrev=False, usage=SUPPRESS)
     # Values of the file are checked as if they stood before those of the command line.
-    from_file = [f"--{key}={_word(value)}" for key, value in content.items() if not isinstance(value, list)]
+    from_file = [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in content.items()
+        if not isinstance(value, list)
+    ]
     parser.set_defaults(**{key: value for key, value in content.items() if isinstance(value, list)})
     *parts, rest = parser.parse_args_into_dataclasses(
         [*from_file, *words], return_remaining_strings=True, look_for_args_file=False
@@ -219,12 +223,6 @@ def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[
             raise ValueError(f"{word}: {key} must be a mapping in the file.")
         content[key] = {**mapping, entry: read_yaml(value if equals else rest.pop(0))}
     return others
-
-
-def _word(value: Any) -> str:
-    """A value as a command line has it."""
-    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value) if is_plain else json.dumps(value)
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
