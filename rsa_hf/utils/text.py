@@ -14,10 +14,7 @@ _repr.maxlong, _repr.maxstring, _repr.maxother = 60, 200, 200
 
 def brief(value: object) -> str:
     """The `repr` of a value, cut to a bounded length: a value read from a file may be huge or contain itself."""
-    try:
-        return _repr.repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return f"a {type(value).__name__} of more digits than can be shown"
+    return _repr.repr(list(value) if isinstance(value, tuple) else value)
 
 
 def shorten(names: Sequence[str]) -> str:
