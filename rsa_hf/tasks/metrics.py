@@ -30,8 +30,7 @@ class _DefectDetection(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
         features = Features({"predictions": Value("float64"), "references": Value("float64")})
         return evaluate.MetricInfo(classification_scores.__doc__, "", features, format="numpy")
 
-    def _compute(self, predictions: Any, references: Any, prediction_scores: Any = None) -> dict[str, float]:
-        return classification_scores(predictions, references, prediction_scores)
+    _compute = staticmethod(classification_scores)
 
 
 class _LanguageModeling(evaluate.Metric):  # type: ignore[misc]
