@@ -100,23 +100,20 @@ def read_table(path: str | Path) -> Iterator[tuple[str, Any]]:
     """
     with open(path, "rb") as file:
         is_parquet = file.read(4) == b"PAR1"
-    if is_parquet:
-        try:
-            batches = ParquetFile(path).iter_batches()
-            rows = (row for batch in batches for row in batch.to_pylist())
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
-        except ArrowInvalid as error:
-            raise ValueError(f"{path}: {error}") from error
-        return
-    with open_compressed(path) as file:
-        start = file.read(4096).removeprefix(_BOM).lstrip()[:1]
-    if start == b"{":
-        yield from json_lines(path)
-    elif start:
-        try:
-            yield from _json_array(path) if start == b"[" else _csv_rows(path)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, csv.Error) as error:
-            raise ValueError(f"{path}: {error}") from error
+    rows = _parquet_rows
+    if not is_parquet:
+        with open_compressed(path) as file:
+            start = file.read(4096).removeprefix(_BOM).lstrip()[:1]
+        rows = {b"": json_lines, b"{": json_lines, b"[": _json_array}.get(start, _csv_rows)
+    try:
+        yield from rows(path)
+    except (ArrowInvalid, UnicodeDecodeError, json.JSONDecodeError, RecursionError, csv.Error) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _parquet_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -182,19 +179,20 @@ def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> 
 
 def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any]) -> dict[str, Any]:
     name, config = source.dataset_name, source.dataset_config_name
-    needed = ["train", *(["validation"] if keywords.get("streaming") else [])] if only is None else []
     try:
         loaded = datasets.load_dataset(name, config, **keywords)
     except (RuntimeError, ValueError) as error:  # it needs a script, or has several configurations, which it lists
         raise ValueError(f"dataset_name={name!r}, dataset_config_name={config!r}: {error!s:.1000}") from error
     names = {split: getattr(source, f"{split}_split_name") or split for split in SPLITS}
-    wrong = [split for split in SPLITS if getattr(source, f"{split}_split_name") and names[split] not in loaded]
-    missing = [split for split in needed if names[split] not in loaded]
-    if only != "test" and names["validation"] not in loaded and any(x.startswith(("val", "dev")) for x in loaded):
-        missing.append("validation")  # else part of the training split would be taken for it
-    for split in [*wrong, *missing]:
-        raise ValueError(
-            f"dataset_name={name!r} has the splits {', '.join(loaded)}, but no {names[split]!r}. Name its {split} "
-            f"split by {split}_split_name."
-        )
+    needed = [split for split in SPLITS if getattr(source, f"{split}_split_name")]
+    if only is None:
+        needed += ["train", "validation"] if keywords.get("streaming") else ["train"]
+    if only != "test" and any(each.startswith(("val", "dev")) for each in loaded):
+        needed.append("validation")  # else part of the training split would be taken for it
+    for split in needed:
+        if names[split] not in loaded:
+            raise ValueError(
+                f"dataset_name={name!r} has the splits {', '.join(loaded)}, but no {names[split]!r}. Name its {split} "
+                f"split by {split}_split_name."
+            )
     return {split: loaded[names[split]] for split in SPLITS if names[split] in loaded}
