@@ -279,11 +279,8 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
             block = getattr(slot.parent, slot.field)
             if len(block) > 1:  # an empty block is a syntax error
                 yield "missing_return", partial(block.remove, node)
-        case ast.BinOp(op=operator, left=left, right=right) as node:
-            if type(operator) in _OPERATORS and not _is_sequence(left) and not _is_sequence(right):
-                yield "wrong_operator", partial(setattr, node, "op", _OPERATORS[type(operator)]())
-        case ast.AugAssign(op=operator, value=value) as node:
-            if type(operator) in _OPERATORS and not _is_sequence(value):
+        case ast.BinOp(op=operator) | ast.AugAssign(op=operator) as node:
+            if type(operator) in _OPERATORS and not any(map(_is_sequence, ast.iter_child_nodes(node))):
                 yield "wrong_operator", partial(setattr, node, "op", _OPERATORS[type(operator)]())
         case ast.Constant(value=bool(value)) if not isinstance(slot.parent, ast.While):
             yield "flipped_boolean", partial(slot.put, ast.Constant(not value))
