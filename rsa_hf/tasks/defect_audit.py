@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -127,14 +127,10 @@ def word_count_baseline(splits: Mapping[str, Sequence[Example]]) -> dict[str, di
     train = subsample(list(splits["train"]), BASELINE_FUNCTIONS, seed=0)
     counts = TfidfVectorizer(token_pattern=_TOKENS, lowercase=False, ngram_range=(1, 2), sublinear_tf=True)
     detector = make_pipeline(counts, LogisticRegression(max_iter=1000))
-    detector.fit([example.func for example in train], targets_of(train))
+    detector.fit([example.func for example in train], [example.target for example in train])
     scores = {}
     for split in (split for split in splits if split != "train"):
         odds = detector.decision_function([example.func for example in splits[split]])
-        scores[split] = classification_scores((odds > 0).astype(int), targets_of(splits[split]), odds)
+        targets = [example.target for example in splits[split]]
+        scores[split] = classification_scores((odds > 0).astype(int), targets, odds)
     return scores
-
-
-def targets_of(examples: Iterable[Example]) -> list[int]:
-    """The labels of functions."""
-    return [example.target for example in examples]
