@@ -16,16 +16,13 @@ from rsa_hf.utils.locate import locate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Settings, files and names that do not fit, missing packages, and training that diverges.
-USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print `error: …` and exit with code 2 on an error of `USER_ERRORS`."""
+    """Print `error: …` and exit with code 2 where settings, files or packages do not fit, or training diverges."""
     try:
         yield
-    except USER_ERRORS as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -120,7 +120,6 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         ValueError: a file is damaged, rows lack a text or a label 0 or 1, a split is empty, or all training
             functions have one class.
     """
-    train = only is None
     if config.dataset_name is None and not config.files:
         settings = (config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds)
         splits = load_python_defects(*settings)
@@ -130,7 +129,7 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         if config.split_by is not None and "train" in splits:
             splits = _with_made_splits(splits, config)
     splits = {split: splits[split] for split in SPLITS if split in splits and only in (None, split)}
-    if train and config.deduplicate:
+    if only is None and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
         if not examples:
