@@ -51,14 +51,9 @@ def sinusoids(distances: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def extended(memory: Tensor | None, hidden: Tensor) -> Tensor:
-    """A layer's inputs in the memory, [B, M, n], if there is one, and then in the segment, [B, T, n]."""
-    return hidden if memory is None else torch.cat([memory, hidden], dim=1)
-
-
-def remembered(memory: Tensor | None, hidden: Tensor, length: int) -> Tensor:
-    """The next memory: the last M ≤ `length` of a layer's inputs, without gradient."""
-    inputs = extended(memory, hidden) if hidden.shape[1] < length else hidden
+def remembered(memory: Tensor, hidden: Tensor, length: int) -> Tensor:
+    """The next memory: the last M ≤ `length` of a layer's inputs [B, T, n] after a memory, without gradient."""
+    inputs = torch.cat([memory, hidden], dim=1) if hidden.shape[1] < length else hidden
     return inputs[:, max(0, inputs.shape[1] - length) :].detach()
 
 

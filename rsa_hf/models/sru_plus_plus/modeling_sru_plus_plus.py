@@ -38,7 +38,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, extended, remembered, visibility
+from rsa_hf.models.attention import InterfaceAttention, remembered, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -64,9 +64,9 @@ class SRUPlusPlusAttention(InterfaceAttention):
         self.layer_norm = nn.LayerNorm(small, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor, memory: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, memory: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
         """U, [B, T, 3d], of a segment, [B, T, d], with a memory, [B, M, d]; and the attention weights or None."""
-        Q = self.q_proj(extended(memory, hidden))
+        Q = self.q_proj(torch.cat([memory, hidden], dim=1))
         key, value = self.kv_proj(Q).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)
         Q = Q[:, -hidden.shape[1] :]
         A, weights = self.attend(Q.unflatten(-1, self.heads).transpose(1, 2), key, value, visible)
@@ -99,23 +99,22 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
         self.highway_bias = nn.Parameter(torch.empty(d))
 
     def forward(
-        self, hidden: Tensor, memory: Tensor | None, visible: Tensor, cell: Tensor | None, real: Tensor | None
+        self, hidden: Tensor, memory: Tensor, visible: Tensor, cell: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """From a segment's inputs, [B, T, d], to its outputs and the cell after it, [B, d], in float32 or float64.
 
-        `memory` holds the inputs at the positions before, [B, M, d], and `cell` is the cell before (None: zeros).
-        `visible`, [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which
-        does not change the cell.
+        `memory` holds the inputs at the positions before, [B, M, d], and `cell` is the cell before. `visible`,
+        [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which does not
+        change the cell.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         forget, highway, candidate = U.to(dtype).chunk(3, dim=-1)
-        first = hidden.new_zeros(hidden.shape[0], hidden.shape[2], dtype=dtype) if cell is None else cell
         forget = forget + self.forget_bias.to(dtype)
         if real is not None:
             forget = forget.masked_fill(~real[..., None], torch.inf)
-        found = cells(forget, candidate, self.forget_weight.to(dtype), first)
-        before = torch.cat([first[:, None], found[:, :-1]], dim=1)
+        found = cells(forget, candidate, self.forget_weight.to(dtype), cell)
+        before = torch.cat([cell[:, None], found[:, :-1]], dim=1)
         r = torch.sigmoid(highway + self.highway_bias.to(dtype) + self.highway_weight.to(dtype) * before)
         return torch.lerp(hidden.to(dtype), found, r).to(hidden.dtype), found[:, -1]
 
@@ -177,17 +176,17 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         float64; then the memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d].
         """
         hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
-        (B, T, d), L, M = hidden.shape, len(self.layers), 0
-        before: list[Tensor | None] = [None] * (2 * L)
-        if state is not None:
-            M = state[-1].shape[1]
-            require_shapes("state", state, [(B, d)] * L + [(B, M, d)] * L)
-            before = list(state)
+        (B, T, d), L = hidden.shape, len(self.layers)
+        if state is None:
+            zeros = hidden.new_zeros(B, d, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            state = [zeros] * L + [hidden.new_zeros(B, 0, d)] * L
+        M = state[-1].shape[1]
+        require_shapes("state", state, [(B, d)] * L + [(B, M, d)] * L)
         visible = visibility(T, M, None, attention_mask, hidden.device)
         real = None if attention_mask is None else attention_mask[:, -T:].bool()
         hidden = self.dropout(hidden)
         cells, memories = list[Tensor](), list[Tensor]()
-        for layer, cell, memory in zip(self.layers, before[:L], before[L:], strict=True):
+        for layer, cell, memory in zip(self.layers, state[:L], state[L:], strict=True):
             memories.append(remembered(memory, hidden, self.config.mem_len))
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())

@@ -198,13 +198,6 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         self.slow_norm = nn.LayerNorm(n, eps=config.layer_norm_eps)
         self.post_init()  # type: ignore[no-untyped-call]
 
-    @property
-    def rsa_probe_inputs(self) -> dict[str, Any]:
-        """A small input for `patch_model`. Its length is not the number of states, to tell cross-attention apart."""
-        K, N = self.config.chunk_size, self.config.num_states
-        length = next(T for T in (4, 3, 2, 1) if K >= T != N)
-        return {"input_ids": torch.zeros(1, length, dtype=torch.long, device=self.device)}
-
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,

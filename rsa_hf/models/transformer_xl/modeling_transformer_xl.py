@@ -27,7 +27,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, extended, remembered, sinusoids, visibility
+from rsa_hf.models.attention import InterfaceAttention, remembered, sinusoids, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -72,7 +72,7 @@ class TransformerXLAttention(InterfaceAttention):
     def forward(
         self,
         hidden: Tensor,
-        memory: Tensor | None,
+        memory: Tensor,
         positions: Tensor,
         visible: Tensor,
         biases: tuple[Tensor, Tensor] | None,
@@ -83,7 +83,7 @@ class TransformerXLAttention(InterfaceAttention):
         [S + 1, d_model], and `biases` u and v, [H, D] each, if all layers share them. `visible`, [B or 1, 1, T, S],
         says which keys each query sees.
         """
-        text = extended(memory, hidden)
+        text = torch.cat([memory, hidden], dim=1)
         text = self.layer_norm(text) if self.config.pre_lnorm else text
         query, key, value = self.qkv_net(text).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
         query = query[:, :, -hidden.shape[1] :]
@@ -186,14 +186,6 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         else:
             self.word_emb = value  # type: ignore[assignment]
 
-    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
-        """The memory at the beginning of a text: `mem_len` zero states of each layer with `zero_memory`, else None."""
-        config = self.config
-        if not (config.zero_memory and config.mem_len):
-            return None
-        zeros = torch.zeros(batch_size, config.mem_len, config.d_model, dtype=self.dtype, device=self.device)
-        return tuple([zeros] * config.n_layer)
-
     @property
     def rsa_probe_inputs(self) -> dict[str, Any]:
         """A small input for `patch_model`, with as many keys as queries: an empty memory before the text."""
@@ -220,10 +212,10 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         embedded = self.embed(self.word_emb, input_ids, inputs_embeds)
         B, T, d_model = embedded.shape
         if mems is None:
-            mems = self.init_mems(B)
-        else:
-            require_shapes("mems", mems, [(B, mems[0].shape[1], d_model)] * config.n_layer)
-        M = 0 if mems is None else mems[0].shape[1]
+            M = config.mem_len if config.zero_memory else 0
+            mems = [embedded.new_zeros(B, M, d_model)] * config.n_layer
+        M = mems[0].shape[1]
+        require_shapes("mems", mems, [(B, M, d_model)] * config.n_layer)
         visible = visibility(T, M, config.mem_len if config.same_length else None, attention_mask, embedded.device)
         # One distance more than there are keys: see `relative_scores`.
         distances = torch.arange(M + T, -1, -1, device=embedded.device)
@@ -232,9 +224,8 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         positions = self.drop(sinusoids(distances, d_model).to(embedded.dtype))
         biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
         hidden = self.drop(embedded)
-        memories: Sequence[Tensor | None] = [None] * config.n_layer if mems is None else mems
         next_mems = []
-        for layer, memory in zip(self.layers, memories, strict=True):
+        for layer, memory in zip(self.layers, mems, strict=True):
             next_mems.append(remembered(memory, hidden, config.mem_len))
             hidden = layer(hidden, memory, positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
