@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,32 +40,16 @@ LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
 WIDEST_GATE = 0.9
 
 
-class Rem(NamedTuple):
-    """A REM with fixed rates: its kind, λ or γ, θ in radians and d.
+def fixed_rem(kind: str, decay: float, theta: float = 0.0, dilation: int = 1) -> HeadConfig:
+    """A REM with fixed rates, as a head whose layer, index and gate are not chosen yet."""
+    return HeadConfig(0, 0, kind, decay, 0.0, theta, dilation)
 
-    With a mass it is regular, and its first `NUM_FREE_LAGS` weights are free: in proportion to those of λ, and of that
-    mass together. Beyond them it is 0.
-    """
 
-    kind: str
-    decay: float
-    theta: float
-    dilation: int
-    mass: float | None = None
-
-    def head(self, layer: int, head: int, gate: float) -> HeadConfig:
-        """A head with this REM."""
-        if self.mass is None:
-            return HeadConfig(layer, head, self.kind, self.decay, gate, self.theta, self.dilation)
-        powers = [self.decay**k for k in range(1, NUM_FREE_LAGS + 1)]
-        scale = self.mass / sum(map(abs, powers))
-        free_lags = tuple(scale * power for power in powers)
-        return HeadConfig(layer, head, self.kind, 0.0, gate, 0.0, self.dilation, free_lags=free_lags)
-
-    def weights(self, lags: Tensor) -> Tensor:
-        """f(τ) at whole lags, in float64."""
-        head = self.head(0, 0, 0.0)
-        return lag_weights(head.kind, head.decay, head.theta, head.dilation, head.free_lags, lags)
+def short_rem(decay: float, mass: float) -> HeadConfig:
+    """A regular REM of `NUM_FREE_LAGS` free weights, in proportion to those of λ, and of that mass together."""
+    powers = [decay**k for k in range(1, NUM_FREE_LAGS + 1)]
+    scale = mass / sum(map(abs, powers))
+    return replace(fixed_rem("regular", 0.0), free_lags=tuple(scale * power for power in powers))
 
 
 NUM_FREE_LAGS = 3
@@ -77,14 +60,14 @@ _ANGLES = (math.pi / 8, math.pi / 4, math.pi / 2, 3 * math.pi / 4)
 # The REMs that are tried on every head: regular ones of both signs, the short ones of several masses; cyclical pairs;
 # and regular ones that see every d-th position.
 DICTIONARY = (
-    *(Rem("regular", sign * size, 0.0, 1, mass) for sign, size, mass in itertools.product((1, -1), _SHORT, _MASSES)),
-    *(Rem("regular", sign * size, 0.0, 1) for sign in (1, -1) for size in _LONG),
-    *(Rem("regular", size, 0.0, 1) for size in (0.95, 0.98, 0.99)),
+    *(short_rem(sign * size, mass) for sign, size, mass in itertools.product((1, -1), _SHORT, _MASSES)),
+    *(fixed_rem("regular", sign * size) for sign in (1, -1) for size in _LONG),
+    *(fixed_rem("regular", size) for size in (0.95, 0.98, 0.99)),
     *(
-        Rem(kind, size, angle, 1)
+        fixed_rem(kind, size, angle)
         for size, angle, kind in itertools.product((0.5, 0.7, 0.85, 0.95, 0.98), _ANGLES, ("cos", "sin"))
     ),
-    *(Rem("regular", size, 0.0, d) for size, d in itertools.product((0.3, 0.6, 0.9), (2, 3, 4, 8))),
+    *(fixed_rem("regular", size, dilation=d) for size, d in itertools.product((0.3, 0.6, 0.9), (2, 3, 4, 8))),
 )
 
 
@@ -94,7 +77,9 @@ def unit_weights(length: int) -> tuple[Tensor, Tensor]:
     Unscaled, slow REMs could not be compared with fast ones: at λ = 0.99 the weights of a row of P sum to 99. A REM
     that reaches no lag below `length` has mass 0 and weights 0.
     """
-    weights = torch.stack([rem.weights(torch.arange(length, device="cpu")) for rem in DICTIONARY])
+    lags = torch.arange(length, device="cpu")
+    rates = ((rem.kind, rem.decay, rem.theta, rem.dilation, rem.free_lags) for rem in DICTIONARY)
+    weights = torch.stack([lag_weights(*of_rem, lags) for of_rem in rates])
     mass = weights.abs().sum(1)
     return weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None], mass
 
@@ -150,7 +135,7 @@ class Choice:
 
     def config(self) -> HeadConfig:
         """The head as a config names it."""
-        return DICTIONARY[self.rem].head(self.layer, self.head, self.share / self.mass)
+        return replace(DICTIONARY[self.rem], layer=self.layer, head=self.head, gate=self.share / self.mass)
 
 
 def score(gradients: Gradients, directions: list[bool]) -> Scores:

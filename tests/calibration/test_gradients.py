@@ -1,24 +1,26 @@
 """First-order effects of recurrence, against finite differences of the loss in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from families import CONFIGS, tokens, widen
 from rsa_hf import HeadConfig, RSAConfig, patch_model
-from rsa_hf.calibration.choice import DICTIONARY, Rem, score, unit_weights
+from rsa_hf.calibration.choice import DICTIONARY, fixed_rem, score, short_rem, unit_weights
 from rsa_hf.calibration.gradients import Gradients, ProbedModel
 from rsa_hf.rem import rem_matrix
 
 T, H = 12, 8
 AUTO = {"llama": AutoModelForCausalLM, "bert": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}
 REMS = {
-    "regular": Rem("regular", 0.8, 0.0, 1),
-    "negative": Rem("regular", -0.6, 0.0, 1),
-    "cos": Rem("cos", 0.85, torch.pi / 4, 1),
-    "sin": Rem("sin", 0.7, torch.pi / 8, 1),
-    "dilated": Rem("regular", 0.6, 0.0, 3),
-    "free": Rem("regular", 0.4, 0.0, 1, mass=2.0),
+    "regular": fixed_rem("regular", 0.8),
+    "negative": fixed_rem("regular", -0.6),
+    "cos": fixed_rem("cos", 0.85, torch.pi / 4),
+    "sin": fixed_rem("sin", 0.7, torch.pi / 8),
+    "dilated": fixed_rem("regular", 0.6, dilation=3),
+    "free": short_rem(0.4, mass=2.0),
 }
 STEP = 2e-3  # transformers norms in float32, so smaller steps end in rounding
 
@@ -53,10 +55,9 @@ def patched_loss(family, attention, state, heads, batch):
 
 def row_of(rem, length):
     """The last row of dense P, float64."""
-    head = rem.head(0, 0, 0.0)
-    free = None if head.free_lags is None else torch.tensor([head.free_lags], dtype=torch.float64)
-    decay = torch.tensor([head.decay], dtype=torch.float64)
-    return rem_matrix(head.kind, decay, head.theta, head.dilation, query_length=length, free_lags=free)[0, -1]
+    free = None if rem.free_lags is None else torch.tensor([rem.free_lags], dtype=torch.float64)
+    decay = torch.tensor([rem.decay], dtype=torch.float64)
+    return rem_matrix(rem.kind, decay, rem.theta, rem.dilation, query_length=length, free_lags=free)[0, -1]
 
 
 def mass_of(rem, length, causal):
@@ -76,7 +77,7 @@ def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatc
     for layer, head in ((0, 1), (1, 3), (len(causal) - 1, 2)):
         mass, losses = mass_of(rem, length[layer], causal[layer]), []
         for share in (0.0, STEP, 2 * STEP):
-            heads = [rem.head(layer, head, share / mass)]
+            heads = [replace(rem, layer=layer, head=head, gate=share / mass)]
             losses.append(patched_loss(family, attention, model.state_dict(), heads, batch))
         expected = (4 * losses[1] - losses[2] - 3 * losses[0]) / (2 * STEP)
         within = {"rel": 5e-3, "abs": 5e-5}
