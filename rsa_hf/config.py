@@ -245,7 +245,7 @@ class RSAConfig:
             layers = [of_size[H] for H in num_heads]
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
 
-    def resolved(self, num_heads: Sequence[int]) -> RSAConfig:
+    def resolved(self, num_heads: Sequence[int | None]) -> RSAConfig:
         """The same config for a checkpoint, which depends on no default; `num_heads` as for `layer_specs`.
 
         Counts are written out, or where they are not the same for all layers, the heads are named.

@@ -217,12 +217,9 @@ def _require_all_called(
     trial: nn.Module, modules: Mapping[str, nn.Module], plan: SavedPlan, probe_inputs: Mapping[str, Any] | None
 ) -> None:
     """Put RSA heads on modules of the trial copy, and check that they take part in a forward pass."""
-    called: set[str] = set()
     new = attach_heads([(module, plan.layers[name]) for name, module in modules.items()])
-    for name, heads in zip(modules, new, strict=True):
-        heads.register_forward_hook(lambda *_, name=name: called.add(name))
     _run(trial, probe_inputs)
-    silent = [name for name in modules if name not in called]
+    silent = [name for name, heads in zip(modules, new, strict=True) if heads.layer_shape is None]
     if silent:
         raise RuntimeError(
             f"the RSA heads of {shorten(silent)} took no part in a forward pass; the model is unchanged. Leave these "

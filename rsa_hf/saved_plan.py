@@ -36,8 +36,8 @@ class SavedPlan:
     layers: dict[str, LayerSpec] = field(compare=False)  # the RSA heads of each module
 
     @classmethod
-    def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int]) -> SavedPlan:
-        """The plan for some modules; a ValueError if the config does not fit them."""
+    def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int | None]) -> SavedPlan:
+        """The plan for some modules; a ValueError if the config does not fit them. `num_heads`: see `layer_specs`."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
@@ -86,8 +86,7 @@ def read_plan(content: Any) -> SavedPlan:
         raise ValueError(f"config.rsa has format_version {version}, which does not fit num_free_lags: it is damaged.")
     if version == NAMED and config.heads is None:
         raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
-    layers = config.layer_specs([None] * len(modules))
-    return SavedPlan(tuple(modules), config, dict(zip(modules, layers, strict=True)))
+    return SavedPlan.of(modules, config, [None] * len(modules))
 
 
 def _read_counts(plan: Mapping[str, Any], n: int) -> RSAConfig:

@@ -120,11 +120,10 @@ def _backends() -> Iterator[Finding]:
 
 
 def _hooks() -> Iterator[Finding]:
-    from rsa_hf.integration import install, installed, require_transformers, what_fits
+    from rsa_hf.integration import install, installed, what_fits
 
-    require_transformers()
-    yield "ok", "transformers", what_fits()
     install()
+    yield "ok", "transformers", what_fits()
     for name, is_on in installed().items():
         yield "ok" if is_on else "FAIL", "hook", name
 

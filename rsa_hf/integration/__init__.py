@@ -7,7 +7,7 @@ import functools
 import transformers
 from packaging.version import Version
 
-__all__ = ["TRANSFORMERS_RANGE", "install", "installed", "require_transformers", "what_fits"]
+__all__ = ["TRANSFORMERS_RANGE", "install", "installed", "what_fits"]
 
 TRANSFORMERS_RANGE = ("5.17", "6")  # tested at both ends; the upper end is excluded
 
@@ -18,17 +18,12 @@ def what_fits() -> str:
     return f"rsa_hf works with transformers ≥ {low}, < {high}; installed is {transformers.__version__}."
 
 
-def require_transformers() -> None:
-    """Raise an ImportError if the installed transformers is outside the supported range."""
-    low, high = TRANSFORMERS_RANGE
-    if not Version(low) <= Version(transformers.__version__) < Version(high):
-        raise ImportError(f"{what_fits()} Install one that fits: pip install 'transformers>={low},<{high}'")
-
-
 @functools.cache
 def install() -> None:
     """Install the hooks of hook_table.py, once in a process; an ImportError if they do not fit transformers."""
-    require_transformers()
+    low, high = TRANSFORMERS_RANGE
+    if not Version(low) <= Version(transformers.__version__) < Version(high):
+        raise ImportError(f"{what_fits()} Install one that fits: pip install 'transformers>={low},<{high}'")
     # Imported here: a version outside the range may lack what these modules import.
     try:
         from rsa_hf.integration import hook_table

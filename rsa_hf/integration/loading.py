@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
@@ -60,11 +59,9 @@ def _attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     base = model.base_model
     if vars(model.config).get("rsa") is None or (base is not model and any(map(heads_of, base.modules()))):
         return []  # the base has built its heads from the same plan
-    found = {
-        name: (module, layer)
-        for name, layer in read_plan(model.config.rsa).layers.items()
-        if (module := _submodule(base, name)) is not None
-    }
+    modules = dict(base.named_modules(remove_duplicate=False))
+    layers = read_plan(model.config.rsa).layers
+    found = {name: (modules[name], layer) for name, layer in layers.items() if name in modules}
     wrong = [name for name, (module, _) in found.items() if not is_self_attention(name, module)]
     if wrong:
         kinds = sorted({type(found[name][0]).__name__ for name in wrong})
@@ -75,14 +72,6 @@ def _attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
     if found:
         keep_in_float32(model)
     return attach_heads(list(found.values()))
-
-
-def _submodule(root: nn.Module, name: str) -> nn.Module | None:
-    # Through children only: a name from a file must not reach other attributes.
-    module: nn.Module | None = root
-    for part in name.split("."):
-        module = module._modules.get(part) if module is not None else None
-    return module
 
 
 def is_self_attention(name: str, module: nn.Module) -> bool:
@@ -223,13 +212,10 @@ def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
-    path = folder / CONFIG_NAME
-    if not path.is_file():
+    if not (folder / CONFIG_NAME).is_file():
         return
-    config = json.loads(path.read_text(encoding="utf-8"))
-    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
-    theirs = [read_plan(part["rsa"]) for part in parts if part.get("rsa") is not None]
-    own = [read_plan(content) for content in saved_plans(model.config)]
+    configs = model.config, type(model.config).from_pretrained(folder)
+    own, theirs = ([read_plan(content) for content in saved_plans(config)] for config in configs)
     # Not the configs: the checkpoint has trained values wherever they started.
     heads, other_heads = ([(plan.modules, plan.layers) for plan in plans] for plans in (own, theirs))
     if len(heads) == len(other_heads) and all(each in other_heads for each in heads):
