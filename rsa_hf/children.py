@@ -37,25 +37,26 @@ def shared_copy(model: Model) -> Model:
     return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
 
 
+def rsa_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The RSA heads of a model, or PEFT's wrappers round them, with their names in the model, in module order."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and (isinstance(module, RSAHeads) or is_peft_wrapper(module)):
+            inside.update(module.modules())
+            yield name, module
+
+
 def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
-    """The RSA heads that a forward pass uses, with their names in the model, in module order.
+    """The RSA heads that a forward pass uses, as `rsa_modules`.
 
     Under PEFT these are the copies of the active adapter, or the patched heads if no adapter with heads is active.
     """
-    wrapped: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in wrapped:
-            continue
-        if isinstance(module, RSAHeads):
-            yield name, module
-        elif is_peft_wrapper(module):
-            wrapped.update(module.modules())
-            yield name, _active_copy(cast(Any, module))
-
-
-def _active_copy(wrapper: Any) -> RSAHeads:
-    adapters = [] if wrapper.disable_adapters else [a for a in wrapper.active_adapters if a in wrapper.modules_to_save]
-    return cast(RSAHeads, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
+    for name, child in rsa_modules(model):
+        if is_peft_wrapper(child):
+            copies = {} if child.disable_adapters else child.modules_to_save
+            active = (copies[adapter] for adapter in child.active_adapters if adapter in copies)
+            child = next(active, child.original_module)
+        yield name, child
 
 
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:

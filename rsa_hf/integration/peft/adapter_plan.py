@@ -25,8 +25,7 @@ from peft import PeftConfig, load_peft_weights
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from rsa_hf.children import is_peft_wrapper
-from rsa_hf.layer import RSAHeads
+from rsa_hf.children import is_peft_wrapper, rsa_modules
 from rsa_hf.saved_plan import (
     RSA_KEY,
     SavedPlan,
@@ -72,20 +71,11 @@ def drop_base(config: Any) -> None:
         config.rsa = replace(adapter, base={})
 
 
-def rsa_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The `rsa` children of a model with their names: RSA heads, or PEFT's wrappers round them."""
-    for name, module in model.named_modules():
-        child = module._modules.get("rsa")
-        if child is not None and (isinstance(child, RSAHeads) or is_peft_wrapper(child)):
-            yield f"{name}.rsa" if name else "rsa", child
-
-
 def wrappers(model: nn.Module, adapter_names: Iterable[str] = ()) -> Iterator[tuple[str, Any, list[str]]]:
     """PEFT's wrappers round RSA heads, with their names and those of the given adapters that they hold copies for."""
     for name, child in rsa_modules(model):
         if is_peft_wrapper(child):
-            copies: Any = child.modules_to_save
-            yield name, child, [adapter for adapter in adapter_names if adapter in copies]
+            yield name, child, [adapter for adapter in adapter_names if adapter in child.modules_to_save]
 
 
 def name_prefix(config: Any) -> str:

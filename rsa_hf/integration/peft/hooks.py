@@ -19,6 +19,7 @@ import torch
 from peft import PeftConfig, load_peft_weights
 from torch import nn
 
+from rsa_hf.children import rsa_modules
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.peft.adapter_plan import (
     add_plan,
@@ -28,7 +29,6 @@ from rsa_hf.integration.peft.adapter_plan import (
     read_adapter_plan,
     require_fit,
     require_tensors,
-    rsa_modules,
     wrappers,
 )
 from rsa_hf.layer import RSAHeads
