@@ -55,14 +55,12 @@ __all__ = [
 ]
 
 
-def merged(earlier: Tensor | None, new: Tensor, is_earlier: Tensor) -> Tensor:
+def merged(earlier: Tensor, new: Tensor, is_earlier: Tensor) -> Tensor:
     """Merge what earlier segments and this one have computed of the first S slots of a chunk, [B, …, S, D].
 
-    `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token; None: they have none.
-    `new` has the last T of the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
+    `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token. `new` has the last T of
+    the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
     """
-    if earlier is None:
-        return new
     B, S = is_earlier.shape
     new = F.pad(new, (0, 0, S - new.shape[-2], 0))
     return torch.where(is_earlier.view(B, *[1] * (new.dim() - 3), S, 1), earlier[..., :S, :].to(new.dtype), new)
@@ -82,9 +80,7 @@ class SelfAttention(InterfaceAttention):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, hidden: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, visible: Tensor, earlier: Tensor, is_earlier: Tensor) -> tuple[Tensor, Tensor]:
         """From the tokens in the last T of S slots, [B, T, n], to the output and keys and values, [B, 2, H, S, D].
 
         `visible`, [1, 1, T, S], says which slots each token sees. `earlier` holds the keys and values of the tokens of
@@ -156,7 +152,7 @@ class FastLayer(GradientCheckpointingLayer):
         self.cross = CrossLayer(config) if is_last_of_R else None
 
     def forward(
-        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Tensor | None, is_earlier: Tensor
+        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Tensor, is_earlier: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `SelfAttention.forward`, with the states [B, N, n]."""
         attended, keys_values = self.attention(self.norm(hidden), visible, earlier, is_earlier)
@@ -234,8 +230,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         tokens = embedded.new_zeros(B, last - first + 1, n).scatter(1, slots, embedded)
         positions = sinusoids(torch.arange(K, device=device), n).to(embedded.dtype)
         numbers = sinusoids(torch.arange(self.config.num_states, device=device), n).to(embedded.dtype)
-        has_earlier, visible = bool(filled.any()), torch.empty(0)
-        passed: list[list[Tensor]] = []
+        visible, passed = torch.empty(0), list[list[Tensor]]()
         for start in range(0, last, K):
             begin, end = max(start, first), min(start + K, last)
             if visible.shape[2:] != (end - begin, end - start):
@@ -246,13 +241,11 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
             hidden = self.dropout(tokens[:, begin - first : end - first] + positions[begin - start : end - start])
             hiddens, made, states_seen = [hidden], [], states + numbers
             for i, layer in enumerate(self.layers):
-                earlier = keys_values[:, i] if has_earlier else None
-                hidden, of_layer = layer(hidden, states_seen, visible, earlier, is_earlier)
+                hidden, of_layer = layer(hidden, states_seen, visible, keys_values[:, i], is_earlier)
                 hiddens.append(hidden)
                 made.append(of_layer)
             passed.append(hiddens)
-            whole = merged(outputs if has_earlier else None, hidden, is_earlier)
-            has_earlier = False
+            whole = merged(outputs, hidden, is_earlier)
             if end == start + K:
                 states = kept(ends >= end, self.slow_norm(self.slow(states_seen, whole)), states)
             unfinished = (start < ends) & (ends < start + K)
