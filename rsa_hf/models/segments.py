@@ -28,10 +28,25 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.generic import ModelOutput, can_return_tuple
+
+
+@strict
+class SegmentConfig(PreTrainedConfig):
+    """Fields that the configs of these models share."""
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems", "state"]
+
+    use_cache: bool = True  # whether to return the state
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 @dataclass
@@ -93,14 +108,13 @@ class SegmentGenerationMixin(GenerationMixin):
 
 
 class SegmentModelWithHead(SegmentPreTrainedModel):
-    """A base model and a head."""
-
-    base_class: ClassVar[type[PreTrainedModel]]
+    """A head, and the base model that is registered for its config."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        setattr(self, self.base_model_prefix, self.base_class(config))
+        base_models: Any = MODEL_MAPPING
+        setattr(self, self.base_model_prefix, base_models[self.config_class](config))
         self.build_head(config)
         self.post_init()  # type: ignore[no-untyped-call]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+
+from rsa_hf.models.segments import SegmentConfig
 
 __all__ = ["BlockRecurrentConfig"]
 
 
 @strict
-class BlockRecurrentConfig(PreTrainedConfig):
+class BlockRecurrentConfig(SegmentConfig):
     """Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852). Defaults are those of the paper.
 
     `cell` is how a state is updated: `"dual"` gates the outputs of attention and of the feed-forward layer, `"single"`
@@ -20,7 +21,6 @@ class BlockRecurrentConfig(PreTrainedConfig):
     """
 
     model_type = "block-recurrent"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_attention_heads": "n_head",
@@ -45,10 +45,6 @@ class BlockRecurrentConfig(PreTrainedConfig):
     dropatt: float | int = 0.05  # of the attention weights of tokens
     layer_norm_epsilon: float = 1e-6
     tie_word_embeddings: bool = True
-    use_cache: bool = True  # whether to return the memory
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.recurrent_layers = list(self.recurrent_layers)

@@ -389,11 +389,8 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
 class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, SegmentForCausalLM):
     """The Block-Recurrent Transformer with a softmax over the next token."""
 
-    base_class = BlockRecurrentModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
 class BlockRecurrentForSequenceClassification(BlockRecurrentPreTrainedModel, SegmentForSequenceClassification):
     """The Block-Recurrent Transformer with a linear classifier on the last token that is not padding."""
-
-    base_class = BlockRecurrentModel

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+
+from rsa_hf.models.segments import SegmentConfig
 
 __all__ = ["RecurrentConfig"]
 
@@ -13,7 +14,7 @@ CELLS = ("rnn", "lstm", "gru", "linear")
 
 
 @strict
-class RecurrentConfig(PreTrainedConfig):
+class RecurrentConfig(SegmentConfig):
     """A stack of recurrent layers between an embedding and a head.
 
     `cell` is `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
@@ -23,7 +24,6 @@ class RecurrentConfig(PreTrainedConfig):
     """
 
     model_type = "recurrent"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 50257
     cell: str = "lstm"
@@ -34,10 +34,6 @@ class RecurrentConfig(PreTrainedConfig):
     dropout: float | int = 0.1  # of the embeddings and of each layer's output
     initializer_range: float = 0.02  # standard deviation of initial embeddings
     tie_word_embeddings: bool = True
-    use_cache: bool = True  # whether to return the state
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.cell not in CELLS:

@@ -208,8 +208,6 @@ def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
 class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
     """A recurrent network that predicts the next token."""
 
-    base_class = RecurrentModel
-
     def __init__(self, config: RecurrentConfig) -> None:
         if config.bidirectional:
             raise ValueError("bidirectional=True: a language model would see what it predicts.")
@@ -218,8 +216,6 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSequenceClassification):
     """A recurrent network with a linear classifier on the last token (for the backward direction, the first)."""
-
-    base_class = RecurrentModel
 
     def build_head(self, config: RecurrentConfig) -> None:
         """The classifier, with a bias."""

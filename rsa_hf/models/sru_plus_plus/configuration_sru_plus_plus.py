@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+
+from rsa_hf.models.segments import SegmentConfig
 
 __all__ = ["SRUPlusPlusConfig"]
 
 
 @strict
-class SRUPlusPlusConfig(PreTrainedConfig):
+class SRUPlusPlusConfig(SegmentConfig):
     """SRU++ (Lei, 2021, arXiv:2102.12459). Defaults are those of the base model on enwik8, for 256 bytes."""
 
     model_type = "sru_plus_plus"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 256
     hidden_size: int = 3072  # width d of the embeddings and of each layer's recurrence
@@ -28,7 +26,3 @@ class SRUPlusPlusConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.22  # of the attention weights
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = False
-    use_cache: bool = True  # whether to return the state
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None

@@ -197,10 +197,6 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
 class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):
     """SRU++ with a softmax over the next token."""
 
-    base_class = SRUPlusPlusModel
-
 
 class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, SegmentForSequenceClassification):
     """SRU++ with a linear classifier on the last token that is not padding."""
-
-    base_class = SRUPlusPlusModel

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+
+from rsa_hf.models.segments import SegmentConfig
 
 __all__ = ["TemporalLatentBottleneckConfig"]
 
 
 @strict
-class TemporalLatentBottleneckConfig(PreTrainedConfig):
+class TemporalLatentBottleneckConfig(SegmentConfig):
     """Temporal Latent Bottleneck (Didolkar et al., 2022, arXiv:2205.14794)."""
 
     model_type = "temporal_latent_bottleneck"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["state"]
 
     vocab_size: int = 50257
     hidden_size: int = 512  # width n of tokens and of state vectors
@@ -30,10 +30,6 @@ class TemporalLatentBottleneckConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
-    use_cache: bool = True  # whether to return the state
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.cross_attention_every > self.num_hidden_layers:

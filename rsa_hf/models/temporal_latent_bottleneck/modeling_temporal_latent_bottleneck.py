@@ -281,12 +281,8 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
 class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, SegmentForCausalLM):
     """A Temporal Latent Bottleneck that predicts the next token."""
 
-    base_class = TemporalLatentBottleneckModel
-
 
 class TemporalLatentBottleneckForSequenceClassification(
     TemporalLatentBottleneckPreTrainedModel, SegmentForSequenceClassification
 ):
     """A Temporal Latent Bottleneck with a linear classifier on the last token that is not padding."""
-
-    base_class = TemporalLatentBottleneckModel

@@ -6,13 +6,14 @@ import itertools
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+
+from rsa_hf.models.segments import SegmentConfig
 
 __all__ = ["TransformerXLConfig"]
 
 
 @strict
-class TransformerXLConfig(PreTrainedConfig):
+class TransformerXLConfig(SegmentConfig):
     """Transformer-XL (Dai et al., 2019, arXiv:1901.02860). Defaults are those of the WikiText-103 model.
 
     Args:
@@ -46,7 +47,6 @@ class TransformerXLConfig(PreTrainedConfig):
     """
 
     model_type = "transfo-xl"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]
     attribute_map: ClassVar[dict[str, str]] = {
         "n_token": "vocab_size",
         "hidden_size": "d_model",
@@ -78,9 +78,6 @@ class TransformerXLConfig(PreTrainedConfig):
     init_std: float = 0.02
     proj_init_std: float = 0.01
     layer_norm_epsilon: float = 1e-5
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 0
 
     def __post_init__(self, **kwargs: Any) -> None:

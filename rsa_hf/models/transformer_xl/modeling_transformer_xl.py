@@ -241,8 +241,6 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
     computing those of every token.
     """
 
-    base_class = TransformerXLModel
-
     def build_head(self, config: TransformerXLConfig) -> None:
         """Create the softmax, and tie its parameters to the embedding's; projections have a setting of their own."""
         self.crit = AdaptiveLogSoftmax(config)
@@ -287,5 +285,3 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
 
 class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel, SegmentForSequenceClassification):
     """Transformer-XL with a linear classifier on the last token that is not padding."""
-
-    base_class = TransformerXLModel
