@@ -92,21 +92,6 @@ def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[in
         )
 
 
-class SegmentGenerationMixin(GenerationMixin):
-    """Generation with a state instead of a cache."""
-
-    segment_state: ClassVar[str]
-    # The state cannot be rewound, as assisted generation would need.
-    _is_stateful = True
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
-        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
-
-
 class SegmentModelWithHead(SegmentPreTrainedModel):
     """A head, and the base model that is registered for its config."""
 
@@ -123,10 +108,12 @@ class SegmentModelWithHead(SegmentPreTrainedModel):
         raise NotImplementedError
 
 
-class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
-    """A language model: a base model and a linear layer over the next token."""
+class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
+    """A language model: a base model, and a linear layer over the next token. A state takes the place of a cache."""
 
     takes_shift_labels: ClassVar[bool] = True
+    # The state cannot be rewound, as assisted generation would need.
+    _is_stateful = True
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)
 
     def build_head(self, config: Any) -> None:
@@ -165,6 +152,13 @@ class SegmentForCausalLM(SegmentModelWithHead, SegmentGenerationMixin):
         if labels is None and kwargs.get("shift_labels") is None:
             return logits, None
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
+        return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
         """Repeat the state for beams and several sequences per row: transformers repeats tensors, not tuples."""

@@ -22,7 +22,7 @@ from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, Recurrent
 from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
 )
-from rsa_hf.models.segments import SegmentGenerationMixin
+from rsa_hf.models.segments import SegmentForCausalLM
 
 __all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderDecoderModel"]
 
@@ -164,16 +164,11 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         )
 
 
-class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, SegmentGenerationMixin):
+class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPreTrainedModel, SegmentForCausalLM):
     """An encoder-decoder RNN that predicts the next token of the target."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.network.embeddings.weight"}  # noqa: RUF012
-
-    def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
-        super().__init__(config)
-        self.model = RecurrentEncoderDecoderModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]
+    takes_shift_labels = False  # its labels are not those of the input
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -193,12 +188,9 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         kwargs |= {"decoder_inputs_embeds": decoder_inputs_embeds, "return_dict": True}
-        outputs: RecurrentEncoderDecoderOutput = self.model(input_ids, attention_mask, decoder_input_ids, **kwargs)
-        logits, loss = self.lm_head(outputs.last_hidden_state), None
-        if labels is not None:
-            options = {"vocab_size": self.config.vocab_size, **kwargs}
-            loss = self.loss_function(logits=logits, labels=None, shift_labels=labels, **options)
-        return replace(outputs, last_hidden_state=None, loss=loss, logits=logits)
+        outputs: Any = self.model(input_ids, attention_mask, decoder_input_ids, **kwargs)
+        logits, loss = self.predict(outputs.last_hidden_state, slice(None), None, shift_labels=labels, **kwargs)
+        return replace(outputs, last_hidden_state=None, loss=loss, logits=logits)  # type: ignore[no-any-return]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The decoder's input for labels [B, T]: the labels shifted right by one (teacher forcing)."""
