@@ -18,12 +18,6 @@ from rsa_hf.ops.mask import remembered
 Run = Callable[[Any, Callable[..., Any], dict[str, Any], Callable[..., Tensor]], Any]
 
 
-def _heads(states: Tensor, count: int) -> Tensor:
-    """[B, S, H * D] as [B, H, S, D]."""
-    value: Tensor = states.unflatten(-1, (count, -1))
-    return value.transpose(1, 2)
-
-
 def own_forward(
     heads: str,
     *,
@@ -62,7 +56,7 @@ def own_forward(
         if cache is not None:
             call = {**call, cache: _StandInForCache(call.get(cache), seen)}
         if source is not None:
-            children[source] = _StandInForChild(getattr(module, source), lambda child, x: _kept(seen, child(x)))
+            children[source] = _StandIn(getattr(module, source), call=lambda child, x: _kept(seen, child(x)))
         was_mixed = False
 
         def mixed(output: Tensor) -> Tensor:
@@ -71,13 +65,13 @@ def own_forward(
                 raise _not_seen(module, source or f"{cache}.update")
             value, attention = seen[0], output.unflatten(-1, (count, -1))
             if source is not None:
-                value = values(module, value) if values else _heads(value, count)
+                value = values(module, value) if values else value.unflatten(-1, (count, -1)).transpose(1, 2)
             was_mixed = True
             return mix(attention, value, mask, bool(direction), flash=call if positions else None).flatten(2)
 
         if projection is not None:
-            children[projection] = _StandInForChild(getattr(module, projection), lambda child, x: child(mixed(x)))
-        found = forward(_StandIn(module, children) if children else module, **call)
+            children[projection] = _StandIn(getattr(module, projection), call=lambda child, x: child(mixed(x)))
+        found = forward(_StandIn(module, **children) if children else module, **call)
         if projection is None:
             output, *more = found
             return (mixed(output), *more)
@@ -124,31 +118,22 @@ class _StandInForCache:
 
 
 class _StandIn:
-    """`self` for a module's forward: the module with a few attributes replaced."""
+    """A module with a few attributes replaced, or with another call, which gets the module."""
 
     _module: nn.Module
+    _call: Callable[[nn.Module, Tensor], Any]
 
-    def __init__(self, module: nn.Module, replaced: dict[str, Any]) -> None:
-        self.__dict__.update(replaced, _module=module)
+    def __init__(self, module: nn.Module, call: Any = None, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module, _call=call)
+
+    def __call__(self, states: Tensor) -> Any:
+        return self._call(self._module, states)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
-
-
-class _StandInForChild:
-    """A child module with another call, which gets the child."""
-
-    def __init__(self, child: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
-        self.child, self.call = child, call
-
-    def __call__(self, states: Tensor) -> Any:
-        return self.call(self.child, states)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.child, name)
 
 
 def deberta_values(module: Any, states: Tensor) -> Tensor:
