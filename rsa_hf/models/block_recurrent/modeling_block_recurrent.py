@@ -77,10 +77,8 @@ def cut_into_windows(
     # Windows of equal shape share their tensors, so that a mask is built and read once.
     shared: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     windows = []
-    begin = C
-    while begin < C + T:
-        start = begin - begin % W
-        end = min(start + W, C + T)
+    for start in range(C - C % W, C + T, W):
+        begin, end = max(start, C), min(start + W, C + T)
         keys = slice(max(0, start - W), end)
         t, S = end - begin, keys.stop - keys.start
         if (t, S) not in shared:
@@ -98,7 +96,6 @@ def cut_into_windows(
             real = visibility(1, S - 1, None, seen, device)[:, 0, 0]
             visible = visible & real[:, None, None]
         windows.append(Window(slice(begin - C, end - C), keys, visible, buckets, real, end == start + W))
-        begin = end
     return windows
 
 

@@ -214,8 +214,14 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         its layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
-        (B, T, n), K, device = embedded.shape, self.config.chunk_size, embedded.device
-        states, outputs, keys_values, filled = self._begin(state, embedded)
+        config, (B, T, n), device = self.config, embedded.shape, embedded.device
+        H, K, N = config.num_attention_heads, config.chunk_size, config.num_states
+        shapes = [(B, N, n), (B, K, n), (B, config.num_hidden_layers, 2, H, K, n // H), (B,)]
+        if state is None:
+            zeros = (embedded.new_zeros(shape) for shape in shapes[:-1])
+            state = [*zeros, torch.zeros(B, dtype=torch.long, device="cpu")]
+        require_shapes("state", state, shapes)
+        states, outputs, keys_values, filled = *state[:-1], state[-1].cpu()
         # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes none, so a
         # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. Slots are
         # counted on the CPU, as the loop depends on them.
@@ -229,7 +235,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         slots = torch.where(real, slots, last - first)[..., None].expand(-1, -1, n).to(device)
         tokens = embedded.new_zeros(B, last - first + 1, n).scatter(1, slots, embedded)
         positions = sinusoids(torch.arange(K, device=device), n).to(embedded.dtype)
-        numbers = sinusoids(torch.arange(self.config.num_states, device=device), n).to(embedded.dtype)
+        numbers = sinusoids(torch.arange(N, device=device), n).to(embedded.dtype)
         visible, passed = torch.empty(0), list[list[Tensor]]()
         for start in range(0, last, K):
             begin, end = max(start, first), min(start + K, last)
@@ -257,25 +263,13 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         whole_text = (F.pad(torch.cat(pieces, 1), (0, 0, 0, 1)) for pieces in zip(*passed, strict=True))
         *hidden_states, last_hidden = (hidden.gather(1, slots) for hidden in whole_text)
         last_hidden = self.norm(last_hidden)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = config.use_cache if use_cache is None else use_cache
         state = states.detach(), outputs.detach(), keys_values.detach(), (ends % K).to(device)
         return SegmentOutput(
             last_hidden_state=last_hidden,
             state=state if use_cache else None,
             hidden_states=(*hidden_states, last_hidden) if output_hidden_states else None,
         )
-
-    def _begin(self, state: Sequence[Tensor] | None, embedded: Tensor) -> Sequence[Tensor]:
-        """The state, or the one at the beginning of a text; the number of tokens on the CPU."""
-        config, (B, _, n) = self.config, embedded.shape
-        H, K, N = config.num_attention_heads, config.chunk_size, config.num_states
-        needed = [(B, N, n), (B, K, n), (B, config.num_hidden_layers, 2, H, K, n // H), (B,)]
-        if state is None:
-            return *(embedded.new_zeros(shape) for shape in needed[:-1]), torch.zeros(
-                B, dtype=torch.long, device="cpu"
-            )
-        require_shapes("state", state, needed)
-        return *state[:-1], state[-1].cpu()
 
 
 class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, SegmentForCausalLM):
