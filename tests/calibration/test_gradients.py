@@ -1,7 +1,5 @@
 """First-order effects of recurrence, against finite differences of the loss in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
@@ -77,7 +75,7 @@ def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatc
     for layer, head in ((0, 1), (1, 3), (len(causal) - 1, 2)):
         mass, losses = mass_of(rem, length[layer], causal[layer]), []
         for share in (0.0, STEP, 2 * STEP):
-            heads = [replace(rem, layer=layer, head=head, gate=share / mass)]
+            heads = [HeadConfig(**{**vars(rem), "layer": layer, "head": head, "gate": share / mass})]
             losses.append(patched_loss(family, attention, model.state_dict(), heads, batch))
         expected = (4 * losses[1] - losses[2] - 3 * losses[0]) / (2 * STEP)
         within = {"rel": 5e-3, "abs": 5e-5}
