@@ -22,7 +22,7 @@ from rsa_hf.models.recurrent.modeling_recurrent import RecurrentModel, Recurrent
 from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
 )
-from rsa_hf.models.segments import SegmentForCausalLM
+from rsa_hf.models.segments import SegmentForCausalLM, SegmentOutput
 
 __all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderDecoderModel"]
 
@@ -37,13 +37,9 @@ class RecurrentEncoderOutput(ModelOutput):
 
 
 @dataclass
-class RecurrentEncoderDecoderOutput(ModelOutput):
-    """Output of the encoder-decoder. That of the encoder is None if a state was given."""
+class RecurrentEncoderDecoderOutput(SegmentOutput):
+    """Output of the decoder, with the state of each of its layers, [B, k, 1, n]; and of the encoder, if it has run."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None  # [B, T, vocab_size], from the model with a head
-    last_hidden_state: Tensor | None = None  # [B, T, n], from the model without a head
-    state: tuple[Tensor, ...] | None = None  # of each layer of the decoder, [B, k, 1, n], detached
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     context: Tensor | None = None
     encoder_last_hidden_state: Tensor | None = None
