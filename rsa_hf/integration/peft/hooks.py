@@ -73,16 +73,9 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         names, parent = selected_adapters or list(self.peft_config), Path(save_directory)
         folders = [parent if name == "default" else parent / name for name in names]
+        options = (safe_serialization, selected_adapters, save_embedding_layers, is_main_process)
         with saved_with_plan(_base_of(self), folders if is_main_process else []):
-            return original(
-                self,
-                save_directory,
-                safe_serialization,
-                selected_adapters,
-                save_embedding_layers,
-                is_main_process,
-                **keywords,
-            )
+            return original(self, save_directory, *options, **keywords)
 
     return save_pretrained
 

@@ -143,7 +143,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.embeddings: nn.Module = nn.Embedding(config.vocab_size, n, padding_idx=config.pad_token_id)
         width = 2 * n if config.bidirectional else n
         assert config.dilations is not None
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             RecurrentLayer(config.cell, width if i else n, n, d, config.bidirectional)
             for i, d in enumerate(config.dilations)
         )
@@ -171,16 +171,15 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if state is not None and self.config.bidirectional:
             raise ValueError("a bidirectional network takes no state: its backward direction begins at the end.")
         hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
-        layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         if state is not None:
-            needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in layers]
+            needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in self.layers]
             require_shapes("state", state, needed)
         order, lengths = _real_first(attention_mask, hidden.shape[1])
         before = None if order is None else order.argsort(dim=1)
         hidden = self.dropout(hidden)
         all_hidden, last = [hidden], list[Tensor]()
         hidden = _reordered(hidden, order)
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(self.layers):
             hidden, after = layer(hidden, lengths, None if state is None else state[i])
             hidden = self.dropout(hidden)
             all_hidden.append(_reordered(hidden, before))
