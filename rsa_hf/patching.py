@@ -24,7 +24,7 @@ from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import SavedPlan, configs_with_plans, differences, read_plan, write_plan
+from rsa_hf.saved_plan import SavedPlan, differences, read_plan, with_parts, write_plan
 from rsa_hf.utils.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,10 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
     detach_heads(model)
     forget_paged_cache(model)
-    for config in configs_with_plans(model):
-        del config.rsa
+    # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        for config in with_parts(part.config):
+            vars(config).pop("rsa", None)
     return model
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
@@ -152,18 +151,11 @@ def differences(old: SavedPlan, new: SavedPlan) -> str:
 
 def saved_plans(config: PreTrainedConfig) -> list[Any]:
     """`config.rsa` of this config and of the configs in it, not validated."""
-    return [vars(part)["rsa"] for part in _with_parts(config) if vars(part).get("rsa") is not None]
+    return [vars(part)["rsa"] for part in with_parts(config) if vars(part).get("rsa") is not None]
 
 
-def configs_with_plans(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model and of its parts that have a plan, `config.rsa`; each once."""
-    # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
-    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    parts = {id(part): part for config in configs for part in _with_parts(config) if "rsa" in vars(part)}
-    return list(parts.values())
-
-
-def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+def with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and the configs in it."""
     return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
 
 

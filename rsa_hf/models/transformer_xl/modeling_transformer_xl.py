@@ -275,9 +275,8 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
             counted = targets != -100
             total = self.crit.negative_log_likelihood(predicting[counted], targets[counted]).sum()
             count = kwargs.get("num_items_in_batch")
-            loss = total / (
-                counted.sum().clamp(min=1) if count is None else torch.as_tensor(count, device=total.device)
-            )
+            count = counted.sum().clamp(min=1) if count is None else torch.as_tensor(count, device=total.device)
+            loss = total / count
             if self.training and self.config.cutoffs:
                 return None, loss
         return self.crit(hidden[:, kept]), loss
