@@ -38,7 +38,7 @@ class LinearRNN(nn.RNNBase):
         # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
         super().__init__("RNN_TANH", input_size, hidden_size, bias=False, **options)
 
-    def forward(self, x: Tensor, lengths: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, lengths: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and last states of inputs [B, T, n], of which the first `lengths` are real, after a state."""
         lengths = lengths.to(x.device)[:, None]
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -46,8 +46,7 @@ class LinearRNN(nn.RNNBase):
         outputs, last = list[Tensor](), list[Tensor]()
         for direction, suffix in enumerate(("", "_reverse") if self.bidirectional else ("",)):
             order = (reversed_ if direction else positions)[..., None]
-            h = x.new_zeros(len(x), self.hidden_size) if first is None else first[direction]
-            states = list[Tensor]()
+            h, states = first[direction], list[Tensor]()
             for written in (x @ self.get_parameter(f"weight_ih_l0{suffix}").T).take_along_dim(order, 1).unbind(1):
                 h = written + h @ self.get_parameter(f"weight_hh_l0{suffix}").T
                 states.append(h)
@@ -101,10 +100,9 @@ class RecurrentLayer(nn.Module):
 
     def _run(self, x: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and last states of sub-sequences, [B·d, S, …], of which the first `steps` are real."""
-        first: Tensor | tuple[Tensor, ...] | None = None
-        if not self.bidirectional:
-            parts = [part.flatten(0, 1)[None].contiguous() for part in state.unbind(1)]
-            first = tuple(parts) if len(parts) > 1 else parts[0]
+        # As torch takes it, [directions, B·d, n] for each part.
+        parts = state.unflatten(1, (self.parts, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().unbind()
+        first = parts if self.parts > 1 else parts[0]
         steps = steps.clamp(min=1)
         if isinstance(self.cell, LinearRNN):
             output, last = self.cell(x, steps, first)
@@ -223,8 +221,5 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSeq
     def features(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         """The states to classify: [B, T, n] → [B, n], or [B, T, 2n] → [B, 2n]."""
         forwards, backwards = hidden.tensor_split([self.config.hidden_size], dim=2)
-        last = at_last_token(forwards, attention_mask)
-        if not self.config.bidirectional:
-            return last
         mask = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :].flip(1)
-        return torch.cat([last, at_last_token(backwards.flip(1), mask)], dim=-1)
+        return torch.cat([at_last_token(forwards, attention_mask), at_last_token(backwards.flip(1), mask)], dim=-1)
