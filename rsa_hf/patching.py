@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -111,6 +112,8 @@ def patch_model(
     connect(base)
     forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what was compiled before does not look again at the methods that `connect` wraps
     return model
 
 
@@ -196,6 +199,11 @@ def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | No
     with record_attention_calls() as calls:
         _run(trial, probe_inputs)
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
+    if bound := sorted({type(module).__name__ for module in by_module if module not in names}):
+        raise ValueError(
+            f"a copy of this {type(trial).__name__} runs {shorten(bound)} of the model itself: a forward was replaced "
+            "on an instance (layer.forward = …). Patch first, and replace or compile it afterwards."
+        )
     found = {
         name: by_module[module]
         for module, name in names.items()

@@ -203,6 +203,33 @@ def test_output_attentions_are_the_softmax_weights():
     assert not torch.allclose(found.last_hidden_state, expected.last_hidden_state)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_quantised_model_can_be_patched(family):
+    model = torch.ao.quantization.quantize_dynamic(build(family), {torch.nn.Linear}, torch.qint8)
+    patch_model(model, RSAConfig(**FULL_PLAN))
+    assert model(**inputs(family))[0].isfinite().all() and patch_model(model, RSAConfig(**FULL_PLAN)) is model
+
+
+def test_a_forward_that_was_replaced_on_an_instance_is_named():
+    model = build("llama")
+    original = model.layers[1].self_attn.forward
+    model.layers[1].self_attn.forward = lambda *args, **keywords: original(*args, **keywords)
+    with pytest.raises(ValueError, match="LlamaAttention.*replaced on an instance"):
+        patch_model(model)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_what_was_compiled_before_is_compiled_again():
+    model = AutoModel.from_config(tiny_config("gptj", rotary_dim=4)).eval()
+    compiled, ids = torch.compile(model, backend="eager"), inputs("gpt2")["input_ids"]
+    plain = compiled(ids)[0]
+    expected = patch_model(model, RSAConfig(**FULL_PLAN))(ids)[0]
+    assert not torch.allclose(expected, plain)
+    torch.testing.assert_close(compiled(ids)[0], expected)
+
+
 def test_patching_reads_no_weight_of_a_linear_layer():
     """Patching a large model, or one whose weights are still on the disk, therefore takes no longer."""
     model = build("llama")

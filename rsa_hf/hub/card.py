@@ -138,6 +138,16 @@ def write_card(
     return path
 
 
+def clear_card(folder: str | os.PathLike[str]) -> None:
+    """Take rsa_hf's part and its tags out of the card in a folder where a plain model is saved."""
+    path = Path(folder) / CARD
+    if not path.exists() or not _SECTION.search(present := path.read_text(encoding="utf-8")):
+        return
+    card = RepoCard(_SECTION.sub("", present))
+    card.data["tags"] = [tag for tag in _listed(card.data.get("tags")) if tag not in TAGS] or None
+    write_text(path, str(card))
+
+
 def _merged(present: str, new: ModelCard) -> str:
     """An existing card with the generated part of a new one."""
     try:

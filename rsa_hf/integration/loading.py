@@ -97,7 +97,10 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    projects = any(parameter.dim() > 1 for parameter in module.parameters())
+    # Quantised layers may have their weights in buffers, or packed.
+    projects = any(parameter.dim() > 1 for parameter in module.parameters()) or any(
+        hasattr(child, "in_features") for child in module.modules()
+    )
     return projects and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))
 
 

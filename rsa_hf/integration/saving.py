@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import heads_of, is_peft_wrapper
-from rsa_hf.hub import write_card
+from rsa_hf.hub import clear_card, write_card
 from rsa_hf.integration.peft.adapter_plan import add_plan
 from rsa_hf.integration.peft.hooks import saved_with_plan
 from rsa_hf.layer import RSAHeads
@@ -113,10 +113,11 @@ def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _update_card(model: PreTrainedModel, folder: Any, **facts: Any) -> None:
-    if not saved_plans(model.config):
-        return
     try:
-        write_card(model, folder, **facts)
+        if saved_plans(model.config):
+            write_card(model, folder, **facts)
+        else:
+            clear_card(folder)
     except Exception as error:
         # The weights are saved: a run must not end because of a card.
         logger.warning("the model card in %s was not brought up to date: %s", folder, error)

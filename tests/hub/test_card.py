@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from families import CONFIGS, FULL_PLAN, build
 from launching import run_python
 from models import tiny
-from rsa_hf import RSAConfig, patch_model, rsa_report
+from rsa_hf import RSAConfig, patch_model, rsa_report, unpatch_model
 from rsa_hf.hub import write_card
 
 
@@ -49,6 +49,14 @@ def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
     ):
         assert part in card.content
     assert (tmp_path / "rsa.png").exists()
+
+
+def test_a_plain_model_saved_in_its_place_takes_its_part_out(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text((tmp_path / "README.md").read_text() + "\nOf its user.\n")
+    unpatch_model(model).save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "recurrence" not in card.content and "Of its user." in card.text
 
 
 @pytest.mark.parametrize(
