@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -91,8 +90,9 @@ def _blocks_of(base: str, text: str, length: int) -> Any:
     from transformers import AutoTokenizer
 
     from rsa_hf.tasks.text_blocks import TrainingBlocks
+    from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
     from rsa_hf.utils.locate import locate
 
-    content = Path(expanded(text)).read_text(encoding="utf-8")
+    content = read_texts(LanguageModelingDataConfig(test_file=expanded(text)), "test")["test"].decode()
     tokenizer = AutoTokenizer.from_pretrained(locate(base))
     return TrainingBlocks(tokenizer(content, return_tensors="pt", verbose=False).input_ids[0], length)

@@ -5,6 +5,7 @@ Functions are the same if their texts agree up to whitespace.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from rsa_hf.utils.text import brief
 # target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
+_WHOLE, _NUMBER = re.compile("-?[0-9]{1,18}"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CLEAN, DEFECTIVE = ("0", "false"), ("1", "true")  # labels in words, in any case
 
 
@@ -153,7 +155,7 @@ def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[s
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
-    """The functions of rows, or of JSON lines, each with its place. An integer `idx` or `id` is kept.
+    """The functions of rows, or of JSON lines, each with its place. A whole number `idx` or `id` is kept.
 
     Without labels, each counts as clean.
     """
@@ -181,10 +183,13 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         if None in row:  # so csv.DictReader calls what is left over
             raise ValueError(f"more fields than the header has columns: {brief(row[None])}")
         func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
-        numbers = (row[name] for name in NUMBER_COLUMNS if isinstance(row.get(name), int))
+        numbers = (int(row[name]) for name in NUMBER_COLUMNS if _WHOLE.fullmatch(str(row.get(name))))
         time = None if config.time_column_name is None else _first_of((config.time_column_name,), row)[1]
+        if isinstance(time, str) and _NUMBER.fullmatch(time):  # as all values of a CSV are
+            time = float(time)
         project = row.get(config.project_column_name)
-        example = Example(func, target, idx=next(numbers, None), project=str(project or ""), time=time)
+        project = "" if project is None else str(project)
+        example = Example(func, target, idx=next(numbers, None), project=project, time=time)
         if config.fixed_column_name is None or target == 0:
             return [example]
         name, fixed = _first_of((config.fixed_column_name,), row)
@@ -284,15 +289,20 @@ def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
 
 
 def subsample(examples: list[Example], limit: int | None, seed: int) -> list[Example]:
-    """Keep `limit` examples, in order and with the classes in proportion, at least one of each."""
+    """Keep `limit` examples, in order, with the classes in proportion, at least one of each, and pairs whole."""
     if limit is None or len(examples) <= limit:
         return examples
     clean, defective = ([i for i, each in enumerate(examples) if each.target == target] for target in (0, 1))
     count = round(limit * len(defective) / len(examples))
     if clean and defective:
         count = min(max(count, 1), limit - 1)
-    # The same seed for both classes keeps pairs together: in the embedded data, the n-th clean and the n-th defective
-    # function are a pair.
     for of_class in (clean, defective):
         Random(seed).shuffle(of_class)
+    pairs = {examples[i].pair for i in defective[:count]}
+
+    def place(index: int) -> int:  # whole pairs first, then functions of none
+        pair = examples[index].pair
+        return 1 if pair is None else 0 if pair in pairs else 2
+
+    clean.sort(key=place)
     return [examples[index] for index in sorted(clean[: limit - count] + defective[:count])]

@@ -120,7 +120,7 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
 
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
-    if kind_of_file(path) not in (".jsonl", ".json"):
+    if kind_of_file(path) not in (".jsonl", ".ndjson", ".json"):
         with open_compressed(path) as file:
             while piece := file.read(2**16):
                 yield piece

@@ -165,7 +165,13 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
         for key, value in content.items()
         if not isinstance(value, list)
     ]
-    parser.set_defaults(**{key: value for key, value in content.items() if isinstance(value, list)})
+    for key, value in content.items():
+        if isinstance(value, list):
+            [action] = (action for action in parser._actions if action.dest == key)
+            if action.type in (int, float) and action.nargs is None:
+                raise ValueError(f"{key}: {value} is a list, and one value is needed.")
+            kept = value if action.nargs is None else [str(each) if action.type is str else each for each in value]
+            parser.set_defaults(**{key: kept})
     *parts, rest = parser.parse_args_into_dataclasses(
         [*from_file, *words], return_remaining_strings=True, look_for_args_file=False
     )
@@ -208,7 +214,7 @@ def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
 
 def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[str]) -> list[str]:
     """Apply `--key.entry value` and `--key.entry=value` to the content of a file; the other words are returned."""
-    rest, others = list(words), []
+    rest, others = list(words), list[str]()
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -218,6 +224,8 @@ def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[
             continue
         if not equals and not rest:
             raise ValueError(f"{word} has no value.")
+        if any(each.partition("=")[0] == f"--{key}" for each in words):
+            raise ValueError(f"--{key} and --{name}: one would replace the other. Give the entry in --{key}.")
         mapping = content.get(key) or {}
         if not isinstance(mapping, dict):
             raise ValueError(f"{word}: {key} must be a mapping in the file.")

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, logging
 
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
-from rsa_hf.patching import patch_model
+from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping, did_you_mean
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
@@ -128,14 +128,20 @@ def patch_for_run(
 ) -> dict[str, float]:
     """Patch the plain model of a run as its settings say, after a calibration if they ask for one.
 
+    A checkpoint with RSA heads keeps them where the settings say nothing of `rsa`.
+
     What a calibration finds is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
     the output folder. A run that continues, and the other processes, read it there. The model stays plain if no gain
     was shown. Returns the scores of the calibration, losses before training without and with RSA heads.
     """
     settings, args = run.rsa.calibrate, run.training
+    if is_patched(model) and "rsa" not in run.given:
+        return {}
     if settings is None:
         if run.rsa.config is not None:
             patch_model(model, run.rsa.config)
+        elif is_patched(model):
+            raise ValueError("rsa: none, but the checkpoint has RSA heads. Leave rsa out to train them.")
         return {}
     path = args.folder / "calibration.json"
     with args.main_process_first():

@@ -19,10 +19,11 @@ BOTH = ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataC
 GOOD = '{"func": "int f() {}", "target": 0, "text": "one"}'
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "JSONL"])
 @pytest.mark.parametrize("ending", OPENERS)
-def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, ending):
+def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, ending, kind):
     """Not their JSON syntax, and not their compressed bytes."""
-    path = tmp_path / f"data.jsonl{ending}"
+    path = tmp_path / f"data.{kind}{ending}"
     rows = [{"func": "int f() {}", "target": 0}, {"func": "\u2028 ü\n", "target": True, "idx": 7, "text": "x"}]
     with OPENERS[ending](path, "wt", encoding="utf-8") as file:
         file.write("\n\n".join(map(json.dumps, rows)))
@@ -31,7 +32,7 @@ def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, en
     files = {"train_file": str(path), "validation_file": str(path)}
     config = LanguageModelingDataConfig(**files, text_column_name="func", max_train_bytes=15)
     assert read_texts(config) == {"train": b"int f() {}\n", "validation": "int f() {}\n\u2028 ü\n".encode()}
-    with pytest.raises(ValueError, match=r"data.jsonl.*, line 1: .*text_column_name"):
+    with pytest.raises(ValueError, match=rf"data.{kind}.*, line 1: .*text_column_name"):
         read_texts(LanguageModelingDataConfig(train_file=str(path)))
 
 

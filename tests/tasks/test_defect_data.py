@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +94,13 @@ def test_a_subsample_is_stratified_ordered_and_seeded(targets, limit, seed):
     assert all(abs(after[target] - before[target] * len(kept) / len(examples)) <= 1 for target in before)
 
 
+def test_a_subsample_keeps_pairs_whole():
+    pairs = [Example(f"{i}{target}", target, pair=i) for i in range(20) for target in (0, 1)]
+    examples = [*pairs, *(Example(str(i), 0) for i in range(160))]
+    kept = Counter(example.pair for example in subsample(examples, 40, seed=0))
+    assert kept.pop(None) == 32 and set(kept.values()) == {2}
+
+
 def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
     limits = {"max_characters": 200, "max_train_samples": 100, "max_eval_samples": 40}
     splits = load_defect_data(DefectDataConfig(defect_kinds=["missing_not", "off_by_one"], **limits))
@@ -139,12 +147,12 @@ def rows_of(number, projects):
 @pytest.mark.parametrize("by", ["random", "project", "time"])
 @pytest.mark.parametrize("paired", [False, True])
 def test_splits_are_made_of_whole_pairs_and_projects_in_time(tmp_path, by, paired):
-    path = tmp_path / "all.jsonl"
+    path = tmp_path / "all.csv"  # whose numbers are words
     rows = rows_of(120, 13)
     if paired:
         for first, second in zip(rows[::2], rows[1::2], strict=True):
             second["project"] = first["project"]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    pd.DataFrame(rows).to_csv(path, index=False)
     config = DefectDataConfig(
         train_file=str(path), split_by=by, time_column_name="when", paired=paired, test_split_percentage=20
     )

@@ -64,8 +64,7 @@ def test_every_format_gives_the_same_functions(name, kind, tmp_path):
         examples = read(path)
         assert [(e.func, e.target) for e in examples] == FUNCTIONS
         assert {e.project for e in examples} == {"qemu"}
-        if kind is not as_csv:
-            assert {e.idx for e in examples} == {5 if name in ("devign", "primevul") else None}
+        assert {e.idx for e in examples} == {5 if name in ("devign", "primevul") else None}
 
 
 @pytest.mark.parametrize("labels", [(0, 1), (False, True), ("0", "1"), ("false", "TRUE")])

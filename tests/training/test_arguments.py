@@ -41,10 +41,11 @@ def test_keys_and_defaults_are_those_of_training_arguments(tmp_path):
 
 def test_flags_go_before_the_file_and_are_read_alike(tmp_path):
     text = "learning_rate: 1e-4\nmax_steps: 7\nbf16: no\neval_strategy: no\nreport_to: [tensorboard, wandb]\n"
+    text += "label_values: [1, 2]\n"
     run = read(tmp_path, text, "--max_steps=9", "--rsa", "{num_regular: 1, gate_init: -.inf}", "--no_deduplicate")
     assert (run.training.learning_rate, run.training.max_steps, run.training.bf16) == (1e-4, 9, False)
     assert run.training.eval_strategy == "no"
-    assert run.training.report_to == ["tensorboard", "wandb"]
+    assert (run.training.report_to, run.data.label_values) == (["tensorboard", "wandb"], ["1", "2"])
     assert run.data.deduplicate is False
     assert run.rsa.config == RSAConfig(num_regular=1, gate_init=float("-inf"))
     same = read(tmp_path, text + "rsa: {num_regular: 1, gate_init: -.inf}\n")
@@ -90,6 +91,9 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
         ("rsa: {calibrate: {}, num_regular: 1}\n", [], "beside"),
         ("config_overrides: 3\n", [], "a mapping is needed"),
         ("- 1\n", [], "keys with values"),
+        ("learning_rate: 1\nlearning_rate: 2\n", [], "'learning_rate' stands twice"),
+        ("max_seq_length: [64]\n", [], "max_seq_length: .* one value is needed"),
+        ("", ["--rsa", "{num_regular: 1}", "--rsa.gate_init", "1"], "one would replace the other"),
         ("a: [\n", [], "not valid YAML"),
         ("output_dir: !!python/object/apply:os.system [true]\n", [], "not valid YAML"),  # builds no objects
     ],

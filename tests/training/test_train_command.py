@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertModel
+from transformers import AutoModelForCausalLM, BertModel
 
-from families import CONFIGS
+from families import CONFIGS, tiny_config
 from launching import ROOT, run_processes
+from rsa_hf import patch_model
 from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights
 
@@ -152,11 +153,18 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
     [
         (["train", "lm", "CONFIG", "--learning_rate=1e30", "--logging_steps=1"], "the loss is"),
         (["train", "lm", "absent.yaml"], "absent.yaml"),
+        (["train", "lm", "CONFIG", "--rsa=none", "--model_name_or_path=PATCHED"], "the checkpoint has RSA heads"),
         (["evaluate", "lm", "./absent", "CONFIG"], "absent"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, text, run, words, said):
-    config = written(tmp_path, {**LM, "train_file": str(text), "output_dir": str(tmp_path / "out")})
+def test_mistakes_end_in_one_line(tmp_path, text, run, words, said, monkeypatch):
+    settings = {**LM, "train_file": str(text), "output_dir": str(tmp_path / "out")}
+    if any("PATCHED" in word for word in words):
+        del settings["model_type"], settings["config_overrides"]
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=256))
+        patch_model(model).save_pretrained(tmp_path / "PATCHED")
+        monkeypatch.chdir(tmp_path)
+    config = written(tmp_path, settings)
     code, _, err = run(*(config if word == "CONFIG" else word for word in words))
     assert code == 2 and said in err
     assert "Traceback" not in err
