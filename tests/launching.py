@@ -24,5 +24,5 @@ def run_python(*arguments, code=None, cwd=ROOT, timeout=280, **variables):
 
 
 def run_processes(size, *arguments):
-    """Run a Python program in this many processes, as torchrun does."""
-    return run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *arguments)
+    """Run a Python program in this many processes, as torchrun does, and check that it ends well."""
+    run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *arguments, code=0)

@@ -11,8 +11,7 @@ from launching import run_processes
 
 def run(names, folder, size=2):
     """What each of `size` processes found for each check."""
-    done = run_processes(size, tensor_parallel_run.__file__, folder, *names)
-    assert done.returncode == 0, done.stderr
+    run_processes(size, tensor_parallel_run.__file__, folder, *names)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     return {name: [outcomes.get(name, "did not run") for outcomes in found] for name in names}
 

@@ -1,4 +1,4 @@
-"""A run with carried memory in each of several processes: `torchrun … carried_run.py FOLDER`."""
+"""Small runs with carried memory, and one in each of several processes: `torchrun … carried_run.py FOLDER`."""
 
 import os
 import sys
@@ -8,35 +8,45 @@ import torch
 from torch.utils.data import default_collate
 
 import small_runs
-from rsa_hf.models.recurrent import RecurrentConfig, RecurrentForCausalLM
+from models import tiny
 from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training import newest_whole_checkpoint
 
+LENGTH = 8
+STEPS = 7  # of the run in several processes: over the end of an epoch
 
-def run(folder, rows, left=None):
-    """Train an LSTM on four tracks of five segments, over the end of an epoch; returns the Trainer.
 
-    `left`: of how many examples this process dies.
-    """
+def lstm(**changes):
     torch.manual_seed(0)
-    model = RecurrentForCausalLM(RecurrentConfig(vocab_size=64, hidden_size=16, dropout=0.0, initializer_range=1.0))
-    data = TrainingTracks(torch.randint(0, 64, (4 * 5 * 8 + 1,), generator=torch.Generator().manual_seed(1)), 8, 4)
-    settings = {"per_device_train_batch_size": rows, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+    return tiny.build("recurrent", dilations=[1, 1], **changes)
+
+
+def tracks():
+    """A text of 4 tracks of 6 segments, the same one on every call."""
+    tokens = torch.randint(0, tiny.VOCAB, (4 * 6 * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
+    return TrainingTracks(tokens, LENGTH, 4)
+
+
+def run(folder, model, data=None, resume=None, **settings):
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "save_steps": 2}
     trainer = small_runs.trainer(
-        folder, model, data if left is None else small_runs.Mortal(data, left), default_collate, **settings
+        folder, model, tracks() if data is None else data, default_collate, **{**defaults, **settings}
     )
-    trainer.train(resume_from_checkpoint=newest_whole_checkpoint(folder))
-    trainer.save_model()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def main(folder):
-    whole = run(folder / "whole", rows=2)
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "steps"}
+    whole = run(folder / "whole", lstm(), **settings)
+    whole.save_model()
     try:
-        run(folder / "parts", rows=2, left=8)  # both processes read their ninth segment in the fifth step
+        # Both processes read their ninth segment in the fifth step.
+        run(folder / "parts", lstm(), small_runs.Mortal(tracks(), 8), **settings)
     except small_runs.Killed:
         torch.manual_seed(99)  # a new process has other generators
-        parts = run(folder / "parts", rows=2)
+        parts = run(folder / "parts", lstm(), resume=newest_whole_checkpoint(folder / "parts"), **settings)
+    parts.save_model()
     assert small_runs.losses(parts) == small_runs.losses(whole)
 
 

@@ -3,19 +3,15 @@
 import carried_run
 import pytest
 import torch
+from carried_run import LENGTH, lstm, run, tracks
 from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
-import small_runs
 from launching import run_processes
 from models import tiny
-from models.tiny import VOCAB
-from rsa_hf.tasks.text_blocks import TrainingTracks
 from rsa_hf.training import newest_whole_checkpoint
 from rsa_hf.training.carried import CarriedState
 from small_runs import Killed, Mortal, assert_same_weights, gpt2, losses
-
-LENGTH = 8
 
 
 def transformer_xl(**changes):
@@ -23,31 +19,11 @@ def transformer_xl(**changes):
     return tiny.build("transfo-xl", rsa={}, **{"mem_len": 64, **changes})
 
 
-def lstm(**changes):
-    torch.manual_seed(0)
-    return tiny.build("recurrent", dilations=[1, 1], **changes)
-
-
 MODELS = {
     "transformer_xl": transformer_xl,
     "adaptive": lambda **changes: transformer_xl(cutoffs=[9, 20], div_val=2, **changes),
     "lstm": lstm,
 }
-
-
-def tracks():
-    """A text of 4 tracks of 6 segments, the same one on every call."""
-    tokens = torch.randint(0, VOCAB, (4 * 6 * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
-    return TrainingTracks(tokens, LENGTH, 4)
-
-
-def run(folder, model, data=None, resume=None, **settings):
-    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "save_steps": 2}
-    trainer = small_runs.trainer(
-        folder, model, tracks() if data is None else data, default_collate, **{**defaults, **settings}
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 STILL = {"learning_rate": 1e-30, "rsa_learning_rate": 1e-30}  # parameters do not move
@@ -135,9 +111,8 @@ def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatc
 
 @pytest.mark.slow  # starts processes
 def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
-    done = run_processes(2, carried_run.__file__, tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected = carried_run.run(tmp_path / "one", rows=4).model.state_dict()
+    run_processes(2, carried_run.__file__, tmp_path)
+    expected = run(tmp_path / "one", lstm(), max_steps=carried_run.STEPS).model.state_dict()
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert_same_weights(parts, whole)
     for name, value in whole.items():
