@@ -15,6 +15,15 @@ def break_mask(monkeypatch, change):
     )
 
 
+def ignored(mask):
+    """Forget padding, documents and everything else that a mask hides."""
+    return replace(mask, key_mask=None, documents=None, visible=None)
+
+
+def without_window(mask):
+    return replace(mask, sliding_window=None)
+
+
 def forgets_the_offset(mask):
     """Count distances from the start of the chunk, not of the text: a known error of public re-implementations."""
     position = None if mask.query_position is None else torch.zeros_like(mask.query_position)

@@ -1,7 +1,6 @@
 """Continuous batching: each request gets the tokens that generate() gives for its prompt alone."""
 
 import inspect
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 import families
 import flash_stand_in
 from architectures import build_adapted
+from broken import break_mask, ignored, without_window
 from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED
 from rsa_hf import patch_model, unpatch_model
 from rsa_hf.layer import RSAHeads
@@ -78,32 +78,29 @@ def test_tokens_are_those_of_generate(family, attention):
     assert off_by(batched(model, texts), expected) == float("inf")
 
 
-def one_document(attention, value, mask):
-    return attention, value, replace(mask, documents=None, key_mask=None)
-
-
-def anew_in_each_call(attention, value, mask):
+def anew_in_each_call(monkeypatch):
     """Forget the keys of earlier calls, which have no query in this one."""
-    has_query = (attention != 0).any(3).any(2)
-    if mask.query_length < mask.key_length:
-        has_query = torch.arange(mask.key_length)[None] >= mask.query_offset
-    return attention, value * has_query[:, None, :, None], mask
+    original = RSAHeads.forward
+
+    def forward(self, attention, value, mask):
+        has_query = (attention != 0).any(3).any(2)
+        if mask.query_length < mask.key_length:
+            has_query = torch.arange(mask.key_length)[None] >= mask.query_offset
+        return original(self, attention, value * has_query[:, None, :, None], mask)
+
+    monkeypatch.setattr(RSAHeads, "forward", forward)
 
 
-def without_window(attention, value, mask):
-    return attention, value, replace(mask, sliding_window=None)
-
-
-BROKEN = [one_document, anew_in_each_call, without_window]
+BROKEN = [partial(break_mask, change=ignored), anew_in_each_call, partial(break_mask, change=without_window)]
 
 
 @pytest.mark.parametrize(
     ("family", "broken"), [("mistral", broken) for broken in BROKEN] + [("llama", broken) for broken in BROKEN[:2]]
 )
 def test_broken_recurrences_change_tokens(family, broken, monkeypatch):
-    model, texts, forward = patched(family), prompts(7, 3, 21, 12, 1), RSAHeads.forward
+    model, texts = patched(family), prompts(7, 3, 21, 12, 1)
     expected = [alone(model, text) for text in texts]
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, *arguments: forward(self, *broken(*arguments)))
+    broken(monkeypatch)
     assert off_by(batched(model, texts, max_batch_tokens=8), expected) == float("inf")
 
 

@@ -1,7 +1,5 @@
 """Flash and flex attention in whole models: each of their ways to pass a mask gives the results of sdpa and eager."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -9,8 +7,9 @@ from transformers.integrations import flex_attention as integration
 
 import flash_stand_in
 import flex_stand_in
-from broken import break_mask, forgets_the_offset
+from broken import break_mask, forgets_the_offset, ignored, without_window
 from families import ENCODERS, PAD, WINDOWED, build, build_language_model, patched, tokens
+from models.tiny import values_and_gradients
 from references import relative_error
 from rsa_hf.ops.read_mask import evaluate_block_mask
 from texts import CACHES, in_pieces, padded, uncached
@@ -43,14 +42,6 @@ def pair(family, attention, reference="sdpa"):
     models = [patched(family, each, make=lambda *of: base(*of).double()) for each in (attention, reference)]
     assert [model.config._attn_implementation for model in models] == [attention, reference]
     return models
-
-
-def ignored(mask):
-    return replace(mask, key_mask=None, documents=None, visible=None)
-
-
-def without_window(mask):
-    return replace(mask, sliding_window=None)
 
 
 @pytest.mark.parametrize("side", ["left", "right", None])
@@ -164,12 +155,10 @@ def test_gradients_of_training_are_those_of_sdpa(family, monkeypatch):
     if family == "modernbert":
         del batch["position_ids"]
     real = batch["attention_mask"].bool()
-    weights = torch.randn(real.sum(), found(**batch)[0].shape[-1])
 
     def gradients(model):
-        model.zero_grad()
-        (model(**batch)[0][real] * weights).sum().backward()
-        return torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".rsa." in n or "embed" in n])
+        found = values_and_gradients(model, model(**batch)[0][real])
+        return torch.cat([value.flatten() for name, value in found.items() if ".rsa." in name or "embed" in name])
 
     wanted = gradients(expected)
     assert relative_error(gradients(found), wanted) < 1e-4

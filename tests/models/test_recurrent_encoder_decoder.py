@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from models.cells import CELLS, steps_by_hand
+from models.tiny import values_and_gradients
 from rsa_hf.models.recurrent_encoder_decoder import (
     RecurrentEncoderDecoderConfig,
     RecurrentEncoderDecoderForConditionalGeneration,
@@ -63,12 +64,6 @@ def loss_by_hand(model):
     return logits, sum(losses) / int((LABELS != -100).sum())
 
 
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize(("cell", "bidirectional"), SHAPES)
 @pytest.mark.parametrize("start", [None, 2])
 def test_logits_loss_and_gradients_agree_with_cells_stepped_by_hand(cell, bidirectional, start, monkeypatch):
@@ -79,8 +74,8 @@ def test_logits_loss_and_gradients_agree_with_cells_stepped_by_hand(cell, bidire
     for found, row in zip(outputs.logits, logits, strict=True):
         torch.testing.assert_close(found[: len(row)], row, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(outputs.loss, expected.float())
-    wanted = gradients(model, expected)
-    torch.testing.assert_close(gradients(model, outputs.loss), wanted, rtol=1e-4, atol=1e-6)
+    wanted = values_and_gradients(model, expected.float())
+    torch.testing.assert_close(values_and_gradients(model, outputs.loss), wanted, rtol=1e-4, atol=1e-6)
     assert all(gradient.any() for gradient in wanted.values())  # the encoder learns through the context
     # The control: labels that are not shifted.
     with monkeypatch.context() as patch:

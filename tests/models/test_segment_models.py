@@ -15,6 +15,7 @@ from transformers import (
 
 from broken import break_mask, forgets_the_offset
 from families import ATTENTIONS, FULL_PLAN
+from models import tiny
 from models.tiny import SETTINGS, TINY, WITH_ATTENTION, build, difference, in_segments, run_segments, text
 from rsa_hf import is_patched, patch_model, unpatch_model
 from rsa_hf.children import active_heads
@@ -246,11 +247,9 @@ def test_gradient_checkpointing_changes_nothing(name, rsa, reentrant):
     state = model(tokens[:, :8])[model.segment_state]
 
     def gradients():
-        model.zero_grad()
         out = model(tokens[:, 8:], labels=tokens[:, 8:], **{model.segment_state: state})
-        out.loss.backward()
         assert not any(part.requires_grad for part in out[model.segment_state])
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return tiny.values_and_gradients(model, out.loss)
 
     plain = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -12,7 +12,7 @@ from unittest import mock
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from broken import forgets_the_offset
+from broken import forgets_the_offset, ignored
 from rsa_hf import RSAHeads, patching
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import Learned
@@ -66,7 +66,7 @@ BROKEN: dict[str, Broken] = {
         lambda self, attention, value, mask: _FORWARD(self, attention, value.roll(1, dims=2), mask)
     ),
     "other direction": _mask(lambda mask: replace(mask, causal=not mask.causal, visible=None)),
-    "mask ignored": _mask(lambda mask: replace(mask, key_mask=None, documents=None, visible=None)),
+    "mask ignored": _mask(ignored),
     "offset forgotten": _mask(forgets_the_offset),
     "not quite shut": _learned(lambda learned: learned._replace(mu=learned.mu.clamp(min=-0.3))),
     "rates not trained": _learned(_detached),

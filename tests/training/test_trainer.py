@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import small_runs
 from families import CONFIGS, ENCODERS, FULL_PLAN, inputs
+from models.tiny import values_and_gradients
 from peft_adapters import trained_adapter
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 from rsa_hf.children import active_heads
@@ -30,10 +31,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, use_reentrant):
     batch["labels"] = torch.arange(6) % 2 if family in ENCODERS else batch["input_ids"]
 
     def gradients():
-        model.zero_grad()
         torch.manual_seed(0)
-        model(**batch).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+        return values_and_gradients(model, model(**batch).loss)
 
     plain = gradients()
     assert sum(".rsa." in name and bool((gradient != 0).all()) for name, gradient in plain.items()) == 8
