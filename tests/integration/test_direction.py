@@ -1,20 +1,19 @@
 """The direction of P is that of attention, wherever a model says it: P alone sees later tokens where attention does."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from architectures import config_of
-from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, widen
+from architectures import build_adapted
+from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.integration.trial import looks_ahead
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
+build_with = partial(build_adapted, language_model=True)
 NAMES = ["bloom", "codegen", "falcon", "gpt2", "gptj", "llama", "mpt"]
-
-
-def build_with(name, **settings):
-    return widen(AutoModelForCausalLM.from_config(config_of(name, **settings)))
 
 
 # A plain MPT cannot run with is_causal=False.
