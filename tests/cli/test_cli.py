@@ -62,10 +62,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["patch", "{base}", "out", "--plan", "[1]"], "expected RSAConfig or a mapping"),
         (["patch", "{patched}", "out"], "already has RSA heads"),
         (["calibrate", "{patched}", "out", "--text", "text.txt"], "patched already"),
-        (
-            ["calibrate", "{base}", "out", "--text", "x", "--config", "x"],
-            "either --text FILE, or --config FILE of a run",
-        ),
+        (["calibrate", "{base}", "out", "--text", "x", "--config", "x"], "either --text FILE, or --config FILE"),
         (["inspect", "./absent"], "there is no such folder"),
         (["inspect", "{base}"], "plain checkpoint"),
     ],
