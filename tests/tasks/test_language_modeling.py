@@ -47,7 +47,7 @@ def nll_token_by_token(model: torch.nn.Module, text: bytes, block_size: int, str
 
 
 @pytest.mark.parametrize(("block_size", "stride"), [(16, None), (16, 5), (64, 63), (2, 1), (33, 1)])
-@pytest.mark.parametrize("length", [2, 17, 90])
+@pytest.mark.parametrize("length", [2, 17, 80])
 def test_evaluation_equals_a_loop_over_tokens(gpt2, text, block_size, stride, length):
     text = text[:length]
     expected = nll_token_by_token(gpt2, text, block_size, stride or block_size - 1)
@@ -66,15 +66,10 @@ def test_evaluation_equals_a_loop_over_tokens(gpt2, text, block_size, stride, le
         },
         rel=1e-8,
     )
-
-
-@torch.no_grad()
-def test_a_mean_of_means_is_caught(gpt2, text):
-    text, block_size = text[:70], 16
-    expected = nll_token_by_token(gpt2, text, block_size, block_size - 1) / (len(text) - 1)
-    blocks = byte_blocks(text, block_size)
-    losses = [float(gpt2(**{key: value[None] for key, value in block.items()}).loss) for block in blocks]
-    assert sum(losses) / len(losses) != pytest.approx(expected, rel=1e-3)  # a mean of means
+    if (length, stride) == (80, None):  # the control: a mean of the means of blocks, the last of which is short
+        blocks = [{key: value[None] for key, value in block.items()} for block in byte_blocks(text, block_size)]
+        losses = [float(gpt2.eval()(**block).loss.detach()) for block in blocks]
+        assert sum(losses) / len(losses) != pytest.approx(expected / (length - 1), rel=1e-3)
 
 
 def test_half_precision_logits_are_summed_in_full_precision(text):
