@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from families import CONFIGS, inputs
+from model_state import assert_same_state, state_of
 from peft_adapters import (
     METHODS,
     PLAN,
@@ -257,12 +258,10 @@ def test_patching_and_unpatching_a_peft_model_says_what_to_do():
 
 def test_a_failure_in_peft_leaves_the_model_unchanged():
     model = base_model("gpt2")
-    keys = list(model.state_dict())
+    before = state_of(model)
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         get_peft_model(model, LoraConfig(target_modules=["no_such_layer"]))
-    assert list(model.state_dict()) == keys
-    assert not is_patched(model)
-    assert not hasattr(model.config, "rsa")
+    assert_same_state(model, before)
 
 
 def test_a_new_head_is_trained_with_the_rates():

@@ -184,19 +184,15 @@ def test_a_card_of_an_earlier_version_is_updated(model, tmp_path, comment):
     assert path.read_text() == text
 
 
-def test_a_readme_that_is_not_a_card_is_left_unchanged(model, tmp_path):
-    (tmp_path / "README.md").write_text("# My project\n")
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "# My project\n"
-
-
-def test_a_card_that_cannot_be_read_does_not_stop_saving(model, tmp_path, caplog):
-    broken = "---\nlicense: [mit\n---\n"
-    (tmp_path / "README.md").write_text(broken)
+@pytest.mark.parametrize(
+    ("text", "warning"), [("# My project\n", ""), ("---\nlicense: [mit\n---\n", "was not brought up to date")]
+)
+def test_a_readme_that_is_no_card_or_cannot_be_read_stays_as_it_is(model, tmp_path, caplog, text, warning):
+    (tmp_path / "README.md").write_text(text)
     with caplog.at_level(logging.WARNING):
         model.save_pretrained(tmp_path)
-    assert "was not brought up to date" in caplog.text
-    assert (tmp_path / "README.md").read_text() == broken
+    assert warning in caplog.text
+    assert (tmp_path / "README.md").read_text() == text
     assert (tmp_path / "model.safetensors").exists()
 
 
