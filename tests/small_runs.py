@@ -1,6 +1,7 @@
 """Models, data and training runs of about a second, for the Trainer."""
 
 import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rsa_hf import RSAConfig, patch_model
@@ -77,6 +78,10 @@ def trainer(folder, model=None, data=None, collate=stack, **values):
         train_dataset=texts(20) if data is None else data,
         data_collator=collate,
     )
+
+
+def saved_weights(folder):
+    return load_file(folder / "model.safetensors")
 
 
 def losses(trainer):

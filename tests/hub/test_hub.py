@@ -1,6 +1,5 @@
 """Pushing to the Hub and loading from it, against a stand-in of its HTTP API; checkpoints of strangers."""
 
-import json
 import logging
 
 import pytest
@@ -9,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from families import CONFIGS, FULL_PLAN, build, inputs, move_rates
+from file_edits import edit_json
 from hub_stand_in import TOKEN, USER
 from rsa_hf import RSAConfig, is_patched, patch_model
 
@@ -106,9 +106,8 @@ def test_no_code_in_a_checkpoint_is_run(tmp_path, hub):
     """Neither a pickle nor modelling code that writes a file."""
     folder, mark = tmp_path / "made", tmp_path / "was-here"
     patch_model(build("gpt2"), RSAConfig(**FULL_PLAN)).save_pretrained(folder)
-    content = json.loads((folder / "config.json").read_text())
-    content["auto_map"] = {"AutoModel": "modeling_x.Model", "AutoConfig": "modeling_x.Config"}
-    (folder / "config.json").write_text(json.dumps(content))
+    theirs = {"AutoModel": "modeling_x.Model", "AutoConfig": "modeling_x.Config"}
+    edit_json(folder / "config.json", lambda content: content.update(auto_map=theirs))
     (folder / "modeling_x.py").write_text(f"open({str(mark)!r}, 'w')\nModel = Config = None\n")
     torch.save({"x": Payload(str(mark))}, folder / "training_args.bin")
     hub.put(REPO, {path.name: path.read_bytes() for path in folder.iterdir()})

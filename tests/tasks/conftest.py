@@ -1,7 +1,5 @@
 """Texts, a tokenizer and data folders that several tests of the tasks share."""
 
-from pathlib import Path
-
 import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -42,9 +40,3 @@ def hub_data(monkeypatch):
     hub = HubData()
     monkeypatch.setattr(datasets, "load_dataset", hub)
     return hub
-
-
-@pytest.fixture(scope="session")
-def devign_folder(data_folder) -> Path:
-    """The Devign functions in the CodeXGLUE split: {train,valid,test}.jsonl.xz."""
-    return data_folder / "devign"

@@ -112,10 +112,10 @@ def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
             assert 60 <= len(clean.func) <= 200
 
 
-def test_devign_has_the_published_counts(devign_folder):
+def test_devign_has_the_published_counts(data_folder):
     """As published, and de-duplicated."""
     names = {"train": "train", "validation": "valid", "test": "test"}
-    files = {f"{split}_file": str(devign_folder / f"{name}.jsonl.xz") for split, name in names.items()}
+    files = {f"{split}_file": str(data_folder / "devign" / f"{name}.jsonl.xz") for split, name in names.items()}
     raw = load_defect_data(DefectDataConfig(deduplicate=False, **files))
     sizes = {split: (len(examples), sum(e.target for e in examples)) for split, examples in raw.items()}
     assert sizes == {"train": (21854, 10018), "validation": (2732, 1187), "test": (2732, 1255)}

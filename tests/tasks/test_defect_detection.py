@@ -52,12 +52,12 @@ def words_of(data_folder, output, model=None, **settings):
     return [f"--{key}={value}" for key, value in (shared | settings).items()]
 
 
-def test_codexglue_finds_the_accuracy_of_a_run(devign_folder, data_folder, tmp_path):
+def test_codexglue_finds_the_accuracy_of_a_run(data_folder, tmp_path):
     """By the arithmetic of its evaluator: lines of `idx` and class, against the functions of the test split."""
     output, settings = tmp_path / "run", {"max_seq_length": 32, "per_device_eval_batch_size": 64}
     for split, name, size in (("train", "train", 64), ("validation", "valid", 64), ("test", "test", 400)):
         settings[f"{split}_file"] = path = tmp_path / f"{name}.jsonl"
-        with lzma.open(devign_folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        with lzma.open(data_folder / "devign" / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
             path.write_text("".join(islice(lines, size)), encoding="utf-8")
     answers = {row["idx"]: row["target"] for row in map(json.loads, path.read_text().splitlines())}
     # Its weights are so large that both classes are predicted.

@@ -1,11 +1,10 @@
 """Published formats of defect data sets: small ones, made by hand, that hold the same functions."""
 
-import csv
 import gzip
 import json
 import lzma
 
-import datasets
+import pandas as pd
 import pytest
 
 from rsa_hf.tasks import DefectDataConfig
@@ -28,25 +27,20 @@ def rows_of(name):
     return [{**others, text: func, label: target} for func, target in FUNCTIONS]
 
 
-def as_json_lines(rows, folder=None):
+def as_json_lines(rows):
     return "\n".join(map(json.dumps, rows)).encode()
 
 
-def as_json_array(rows, folder=None):
+def as_json_array(rows):
     return json.dumps(rows, indent=1).encode()
 
 
-def as_csv(rows, folder):
-    with open(folder / "made.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return (folder / "made.csv").read_bytes()
+def as_csv(rows):
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\r\n").encode()
 
 
-def as_parquet(rows, folder):
-    datasets.Dataset.from_list(rows).to_parquet(folder / "made.parquet")
-    return (folder / "made.parquet").read_bytes()
+def as_parquet(rows):
+    return pd.DataFrame(rows).to_parquet()
 
 
 def read(path, **settings):
@@ -56,7 +50,7 @@ def read(path, **settings):
 @pytest.mark.parametrize("kind", [as_json_lines, as_json_array, as_csv, as_parquet])
 @pytest.mark.parametrize("name", COLUMNS)
 def test_every_format_gives_the_same_functions(name, kind, tmp_path):
-    data = kind(rows_of(name), tmp_path)
+    data = kind(rows_of(name))
     packed = {".gz": gzip.compress(data), ".xz": lzma.compress(data), " renamed": gzip.compress(data)}
     for ending, content in {"": data, **({} if kind is as_parquet else packed)}.items():
         path = tmp_path / f"data.jsonl{ending}"  # the name does not say what it is
@@ -71,7 +65,7 @@ def test_every_format_gives_the_same_functions(name, kind, tmp_path):
 def test_labels_are_numbers_truths_or_these_in_words(labels, tmp_path):
     path, rows = tmp_path / "data", [{"func": func, "target": labels[target]} for func, target in FUNCTIONS]
     for kind in (as_json_lines, as_csv):
-        path.write_bytes(kind(rows, tmp_path))
+        path.write_bytes(kind(rows))
         assert [e.target for e in read(path)] == [1, 0, 0]
 
 

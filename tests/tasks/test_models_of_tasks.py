@@ -1,6 +1,5 @@
-"""Whether a model was made for a task, takes its inputs, and is scored on the data asked for alone."""
+"""Whether a model was made for a task, takes its inputs, and is scored on the text asked for alone."""
 
-import json
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -51,15 +50,6 @@ def three_classes(tmp_path_factory):
     return save(folder, CONFIGS["bert"](), AutoModelForSequenceClassification, num_labels=3)
 
 
-@pytest.fixture
-def functions(tmp_path):
-    """Settings that name files of 4 and 6 functions, and an absent training file."""
-    for split, size in (("validation", 4), ("test", 6)):
-        rows = [{"func": f"int f() {{ return {i}; }}", "target": i % 2} for i in range(size)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return [f"--{split}_file={tmp_path}/{split}.jsonl" for split in ("train", "validation", "test")]
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "longest"),
     [
@@ -107,10 +97,10 @@ def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_c
     assert "classifier.bias, classifier.weight: new" in capsys.readouterr().out
 
 
-def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_classes, functions, tmp_path):
+def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_classes, tmp_path):
     for model, message in ((three_classes, "3 classes"), (gpt2, r"has no score\.weight")):
         with pytest.raises(ValueError, match=message):
-            defect_detection.evaluate(model, "test", functions)
+            defect_detection.evaluate(model, "test", [])
     llama = save(tmp_path, CONFIGS["llama"](), AutoModelForSequenceClassification)
     with pytest.raises(ValueError, match=r"has no lm_head\.weight"):
         language_modeling.evaluate(llama, "test", [])
@@ -127,12 +117,6 @@ def test_only_the_text_to_score_is_read_and_tokenized(gpt2, tmp_path, text):
     shares = ["--test_split_percentage=5", "--validation_split_percentage=90"]
     scores = language_modeling.evaluate(gpt2, "test", [f"--train_file={path}", "--block_size=32", *shares])
     assert scores["num_bytes"] == pytest.approx(1.1 * len(text), abs=4)
-
-
-def test_only_the_functions_to_score_are_read(functions, tmp_path):
-    model = save(tmp_path / "model", CONFIGS["bert"](), AutoModelForSequenceClassification)
-    settings = [*functions, f"--test_file={tmp_path}/absent.jsonl", "--max_seq_length=64"]
-    assert defect_detection.evaluate(model, "validation", settings)["num_examples"] == 4
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -66,10 +65,6 @@ def run(command):
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     runpy.run_path(command[0], run_name="__main__")
-
-
-def trained_weights(folder):
-    return load_file(folder / "model.safetensors")
 
 
 def interrupt_second_checkpoint(interrupt):

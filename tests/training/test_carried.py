@@ -4,14 +4,13 @@ import carried_run
 import pytest
 import torch
 from carried_run import LENGTH, lstm, run, tracks
-from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
 from launching import run_processes
 from models import tiny
 from rsa_hf.training import newest_whole_checkpoint
 from rsa_hf.training.carried import CarriedState
-from small_runs import Killed, Mortal, assert_same_weights, gpt2, losses
+from small_runs import Killed, Mortal, assert_same_weights, gpt2, losses, saved_weights
 
 
 def transformer_xl(**changes):
@@ -113,7 +112,7 @@ def test_without_the_memory_of_the_checkpoint_losses_differ(tmp_path, monkeypatc
 def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
     run_processes(2, carried_run.__file__, tmp_path)
     expected = run(tmp_path / "one", lstm(), max_steps=carried_run.STEPS).model.state_dict()
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    whole, parts = (saved_weights(tmp_path / name) for name in ("whole", "parts"))
     assert_same_weights(parts, whole)
     for name, value in whole.items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5, msg=name)

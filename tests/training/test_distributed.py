@@ -5,9 +5,10 @@ import json
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from script_runs import DEFECTS, LANGUAGE_MODEL, arguments, run_script, trained_weights, write_data
+from script_runs import DEFECTS, LANGUAGE_MODEL, arguments, run_script, write_data
 
 from launching import ROOT, run_python
+from small_runs import saved_weights
 
 CONFIGS = ROOT / "configs" / "accelerate"
 
@@ -61,7 +62,7 @@ def test_two_processes_that_are_killed_and_resumed_learn_like_one(script, tmp_pa
     resumed = launch(*command, code=0)
     assert resumed.stdout.count("step 7:") == 1  # one process prints
 
-    found, expected = trained_weights(tmp_path / "two"), trained_weights(tmp_path / "one")
+    found, expected = saved_weights(tmp_path / "two"), saved_weights(tmp_path / "one")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         # Softmax does not depend on it: its gradient is a rounding error.

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 from accelerate import Accelerator
-from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, trained_weights, write_data
+from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, write_data
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rsa_hf import is_patched, rsa_report
-from small_runs import assert_same_weights
+from small_runs import assert_same_weights, saved_weights
 
 SCRIPTS = {LANGUAGE_MODEL: AutoModelForCausalLM, DEFECTS: AutoModelForSequenceClassification}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -61,11 +61,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
     with pytest.raises(SystemExit):
         run_script(script, data, out, *settings)  # neither to resume nor in a folder of its own
     run_script(script, data, out, *settings, "--resume_from_checkpoint", "latest")
-    assert_same_weights(trained_weights(out), trained_weights(tmp_path / "whole"))
+    assert_same_weights(saved_weights(out), saved_weights(tmp_path / "whole"))
     # A checkpoint that is named is taken, whatever the newest is; checkpoints that come later are written again.
     shutil.copytree(out, tmp_path / "again")
     run_script(script, data, tmp_path / "again", *settings, "--resume_from_checkpoint", out / "step_7")
-    assert_same_weights(trained_weights(tmp_path / "again"), trained_weights(out))
+    assert_same_weights(saved_weights(tmp_path / "again"), saved_weights(out))
 
 
 @each_script
@@ -86,4 +86,4 @@ def test_documents_in_json_lines_are_read_as_texts(data, tmp_path):
     steps = ["--max_train_steps", 2]
     run_script(LANGUAGE_MODEL, data, tmp_path / "text", *steps)
     run_script(LANGUAGE_MODEL, {LANGUAGE_MODEL: files}, tmp_path / "json", *steps, "--text_column_name", "code")
-    assert_same_weights(trained_weights(tmp_path / "json"), trained_weights(tmp_path / "text"))
+    assert_same_weights(saved_weights(tmp_path / "json"), saved_weights(tmp_path / "text"))

@@ -9,14 +9,14 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertModel
 
 from families import CONFIGS, tiny_config
+from file_edits import edit_json
 from launching import ROOT, run_processes
 from rsa_hf import patch_model
 from rsa_hf.training.rsa_trainer import RSATrainer
-from small_runs import assert_same_weights
+from small_runs import assert_same_weights, saved_weights
 
 SIZES = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1, "bos_token_id": None}
@@ -78,24 +78,18 @@ def written(folder, settings):
     return str(path)
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
 # --- what a run says and leaves -------------------------------------------------------------------------------
 
 
 def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, text, run):
     words = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir", tmp_path / "out"]
     assert run(*words)[0] == 0
-    expected = weights(tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    del record["result"]
-    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    expected = saved_weights(tmp_path / "out")
+    edit_json(tmp_path / "out" / "run.json", lambda record: record.pop("result"))
     (tmp_path / "out" / "model.safetensors").unlink()
     code, out, _ = run(*words)
     assert code == 0 and "continues from step 8" in out
-    assert_same_weights(weights(tmp_path / "out"), expected)
+    assert_same_weights(saved_weights(tmp_path / "out"), expected)
 
 
 def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect, functions, run):
@@ -125,7 +119,8 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     assert run("train", "defect", config, "--output_dir", tmp_path / "out")[0] == 0
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     evaluation = ["evaluate", "defect", tmp_path / "out", config]
-    scores = json.loads(run(*evaluation, "--split", "test", "--train_file", "gone.jsonl")[1])
+    others = ["--train_file", "gone.jsonl", "--validation_file", "gone.jsonl"]  # are not read
+    scores = json.loads(run(*evaluation, "--split", "test", *others)[1])
     low, high = scores.pop("intervals")["accuracy"]
     assert low <= scores["accuracy"] <= high
     assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores}
@@ -220,7 +215,7 @@ def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(
 
     code, out, _ = run(*words, tmp_path / "parts")
     assert code == 0 and "continues from step" in out
-    assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert_same_weights(saved_weights(tmp_path / "parts"), saved_weights(tmp_path / "whole"))
     for name in ("config.json", "README.md", "all_results.json", "trainer_state.json", "curves.png", "rsa.png"):
         assert (tmp_path / "parts" / name).is_file(), name
     before = (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns
@@ -245,7 +240,7 @@ def test_two_processes_learn_what_one_does(tmp_path, text, defect, run, task):
     run_processes(2, "--no-python", sys.executable, *words)
     one = ["train", task, config, "--output_dir", tmp_path / "one", "--per_device_train_batch_size", 6]
     assert run(*one)[0] == 0
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    one, two = saved_weights(tmp_path / "one"), saved_weights(tmp_path / "two")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4, msg=name)
     scores = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("one", "two")]
