@@ -260,23 +260,17 @@ def test_gradient_checkpointing(patched, tokenizer, sentences):
 
 # --- pipelines ----------------------------------------------------------------------------------------------------
 
-PIPELINES = {
-    "feature-extraction": "The cat finds the river.",
-    "fill-mask": "The cat [MASK] the river.",
-    "text-classification": "The cat finds the river.",
-    "token-classification": "The cat finds the river.",
-    "zero-shot-classification": "The cat finds the river.",
-}
+TASKS = ["feature-extraction", "fill-mask", "text-classification", "token-classification", "zero-shot-classification"]
 
 
-@pytest.mark.parametrize("task", rows("transformers", **{f'`pipeline("{x}")` with MiniLM': x for x in PIPELINES}))
+@pytest.mark.parametrize("task", rows("transformers", **{f'`pipeline("{x}")` with MiniLM': x for x in TASKS}))
 def test_pipelines_of_an_encoder(task, minilm):
     keywords = {"candidate_labels": ["animals", "engines"]} if task.startswith("zero") else {}
     pipe = pipeline(task, model=str(minilm), device="cpu", **keywords)
     assert is_patched(pipe.model)
     seen = []
     pipe.model.base_model.encoder.layer[0].attention.self.rsa.register_forward_hook(lambda *_: seen.append(1))
-    assert pipe(PIPELINES[task])
+    assert pipe("The cat [MASK] the river.")
     assert seen
 
 
