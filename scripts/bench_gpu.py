@@ -16,6 +16,8 @@ To measure next, and what is predicted:
 * BERT at T = 128 and batch 32 is bound by the host, as GPT-2 was: 1.2. A Llama of 150M at T = 2,048: 1.1.
 * A compiled step of GPT-2 costs the ratio of its kernels, 1.13.
 * Decoding without a compiler costs as much as compiled decoding in milliseconds, so relatively less: 1.4.
+* A sliding window reads V and dOut once more, mostly from the L2 cache, and multiplies one more matrix each way.
+  Backward it spills 424 bytes a thread: 1.6 times what the same heads take without it.
 * A million positions take 128 times as long as 8,192.
 * Kernels are compiled for each length and block shape: seconds each, most of the run. A first step of BERT takes half
   a minute.
@@ -178,6 +180,7 @@ class Bench:
         key_mask[0, : T // 3] = False
         documents = torch.arange(T, device=self.device).expand(2, -1) // max(T // 5, 1)
         masks = {"plain": {}, "padded": {"key_mask": key_mask}, "packed": {"documents": document_index(documents)}}
+        masks["window"] = {"sliding_window": T // 3}
         errors = {}
         for dtype in TOLERANCE:
             for causal in (True, False):
@@ -246,9 +249,9 @@ class Bench:
 
         return run
 
-    def fused(self, length: int, causal: bool) -> dict[str, Any]:
+    def fused(self, length: int, causal: bool, **masks: Any) -> dict[str, Any]:
         """Forward and backward with the gate, against a copy of as many bytes as they must read and write."""
-        problem = self.problem(length, self.batch(length) // 2 or 1, causal)
+        problem = self.problem(length, self.batch(length) // 2 or 1, causal, **masks)
         value, both = problem.value, self.both(problem)
         moved = 8 * value.nbytes  # V, attention, output; V, attention, dOut, dV, dAttention
         half = torch.empty(moved // 2, dtype=torch.uint8, device=self.device)
@@ -438,6 +441,12 @@ def rows_of(sizes: Sizes) -> list[Row]:
         training(*gpt2, "≤ 1.04", compiled=True),
         decoding(many, "≤ 1.04", compiled=True),
         decoding(one, "≤ 1.10", compiled=False),
+        Row(
+            f"forward + backward, gate fused, causal, T = {long:,}, a window of {long // 8:,}, times the floor",
+            "copy of as many bytes",
+            "",
+            functools.partial(Bench.fused, length=long, causal=True, sliding_window=long // 8),
+        ),
         Row(longest, "", "runs", Bench.longest, "{value:.1f} ms"),
         layer("product", "bidirectional", long, "≥ 0.6"),
         layer("fused", "bidirectional", long, "≤ 3"),

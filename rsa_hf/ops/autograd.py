@@ -2,8 +2,7 @@
 
 `RSA_HF_BACKEND=pytorch|cpp|triton`, which is read once, chooses the code. By default it is Triton on a GPU that can
 run it, C++ on a CPU if there is a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and
-Triton supports sliding windows and queries after cached keys only for a single query; PyTorch computes those under
-every setting.
+Triton takes one query after cached keys, or more than 16, but not a few; PyTorch computes those under every setting.
 
 `product_in_pytorch` is differentiated by PyTorch itself, any number of times and in every mode. C++ and Triton have
 their first derivatives alone, in `operator.cpp` and in `_Triton`; for all others (a backward pass with
@@ -70,8 +69,7 @@ def _path(problem: Problem) -> str:
     if backend == "triton" and mask.is_step and mask.documents is None:
         is_row = mask.query_position is not None and mask.visible is not None and mask.visible.shape[1] == 1
         return "triton" if is_row or mask.visible is None else "pytorch"
-    is_left_out = mask.visible is not None or mask.has_few_queries or mask.sliding_window is not None
-    return "pytorch" if is_left_out else backend
+    return "pytorch" if mask.visible is not None or mask.has_few_queries else backend
 
 
 def choose_backend(problem: Problem) -> str:
@@ -126,7 +124,7 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
     if path == "cpp":
         arguments = _arguments(problem, problem.layout.numbers)
         return _given(torch.ops.rsa_hf.walk_backward.default(grad, *arguments), problem.tensors)
-    if path == "triton" and problem.mask.visible is None and problem.mask.sliding_window is None:
+    if path == "triton" and problem.mask.visible is None:
         from rsa_hf.ops.triton.launch import triton_backward
 
         return triton_backward(grad, problem)

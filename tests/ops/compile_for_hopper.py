@@ -28,8 +28,9 @@ STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x") 
 LEARNED = ("learned", "dlearned")  # five pointers
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "position": "*i64"}
 MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
-SIZES = {"forward": 8, "backward": 8, "splits": 6, "step": 2}
-BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "lags": 0, "splits": 1, "scale": 20.0}
+SIZES = {"forward": 9, "backward": 9, "splits": 7, "step": 2}
+BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "windowed": False}
+BARE |= {"lags": 0, "splits": 1, "scale": 20.0}
 
 
 def variants():
@@ -42,8 +43,14 @@ def variants():
     for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
         flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
-        flags |= {"packed": {"packed": True}, "free_lags": {"lags": 3}, "documented": {"splits": 8}}
-        flags |= {"everything": {"causal": False, "masked": True, "packed": True, "splits": 8, "lags": 3}}
+        flags |= {
+            "packed": {"packed": True},
+            "windowed": {"windowed": True},
+            "free_lags": {"lags": 3},
+            "documented": {"splits": 8},
+        }
+        everything = {"causal": False, "masked": True, "packed": True, "windowed": True, "splits": 8, "lags": 3}
+        flags |= {"everything": everything}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
@@ -66,7 +73,7 @@ def compiled(kernel, dtype, tuning, head_size, flags):
         block=tuning.block,
         blocks=-(-head_size // tuning.block),
         chunk=tuning.chunk,
-        powers=triton.next_power_of_2(tuning.chunk + 1 + flags["splits"]),
+        powers=triton.next_power_of_2(tuning.chunk + 1 + flags["splits"] + flags["windowed"]),
         stages=tuning.stages,
         halves=dtype.itemsize == 2,
         **flags,

@@ -35,7 +35,7 @@ def test_nothing_is_measured_if_the_kernels_are_wrong(bench, monkeypatch):
 def test_everything_runs_in_the_interpreter(tmp_path):
     run_python(SCRIPTS / "bench_gpu.py", "--dry", "--out", tmp_path, code=0, timeout=None)
     record = json.loads((tmp_path / "bench_gpu.json").read_text())
-    assert len(record["rows"]) == 18
+    assert len(record["rows"]) == 19
     for name, row in record["rows"].items():
         assert "found" in row, (name, row)
     sweep = record["rows"]["sweep over block shapes"]["found"]

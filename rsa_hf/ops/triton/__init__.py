@@ -35,6 +35,14 @@ How the limit is approached:
   values are exact operands, so only the Toeplitz matrix is rounded: it is split into two 16-bit matrices, high + low,
   at the cost of a second product that memory traffic hides. float32 values are multiplied as tf32x3.
 * Packed documents mask the Toeplitz matrix, and the state ends where a document does. Hidden keys are not loaded.
+* In a sliding window that shows N steps back, h is of the N steps before a chunk. The program also reads the C steps
+  u_j that leave the window along the chunk, N steps before the chunk's own, mostly from the L2 cache:
+
+      y_i −= Σ_{j<i} F(N + i − j) u_j            h' −= z^N Σ_j z^{C−1−j} u_j
+
+  If N ≤ C, h' is written by the last N rows of the chunk alone, and nothing is subtracted from it. Otherwise a row
+  leaves as much as float32 rounds of it, which decays as the row would have: after T steps at a rate near 1, in the
+  worst case 6e-8 T/N of P V.
 
 Names: `position` is a place on the key axis, `step` the place in the residue's sub-sequence: position = residue +
 d·step. A walk over dOut counts steps from the end of the key axis, which turns Pᵀ into P.

@@ -3,11 +3,19 @@
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.forward import _add_across, _add_readout, _entering_of
+from rsa_hf.ops.triton.forward import (
+    _add_across,
+    _add_leaving,
+    _add_readout,
+    _entering_of,
+    _has_left,
+    _weights_of_leaving,
+)
 from rsa_hf.ops.triton.states import (
     _advance,
     _borders,
     _document,
+    _leaving,
     _load_row,
     _load_rows,
     _load_states,
@@ -19,6 +27,7 @@ from rsa_hf.ops.triton.states import (
     _states_of_split,
     _store_rows,
     _sums,
+    _total,
     _walk_from_right,
     _writing,
 )
@@ -31,6 +40,7 @@ from rsa_hf.ops.triton.tables import (
     READ,
     Z,
     _amplitudes,
+    _at_window,
     _entry,
     _gates,
     _halves,
@@ -50,6 +60,14 @@ def _inner_products(v, x, acc):
     if v.dtype != x.dtype:
         v, x = v.to(tl.float32), x.to(tl.float32)
     return tl.dot(v, tl.trans(x), acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _add_lost(lost, v, leaving, reached, SHAPE: tl.constexpr):
+    """Add the inner products of a chunk's rows that a state reaches with those that leave it."""
+    if SHAPE.packed:
+        v = tl.where(reached[:, None] != 0.0, v, 0.0)
+    return _inner_products(v, leaving, lost)
 
 
 @triton.jit
@@ -98,9 +116,9 @@ def backward_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
     K: tl.constexpr = SHAPE.lags
-    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
+    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots, farthest = sizes
     head, index, row, block, column, axis, part = _program(
-        columns, heads, table, key_mask, document_ids, rows, num_columns, length, offset, queries, SHAPE
+        columns, heads, table, key_mask, document_ids, rows, num_columns, length, offset, queries, farthest, SHAPE
     )
     split, _per_split, first, last = part
     channels, table = axis.channels, axis.table
@@ -128,6 +146,10 @@ def backward_kernel(
     from_left, from_right = _entry(axis.table, READ, i, SHAPE), _entry(axis.table, READ, CHUNK - 1 - i, SHAPE)
     left, left_slope = _entry(table, Z, i, SHAPE), _entry(table, DZ, i, SHAPE)
     right, right_slope = _entry(table, Z, CHUNK - 1 - i, SHAPE), _entry(table, DZ, CHUNK - 1 - i, SHAPE)
+    lost_left, lost_right = inner, inner
+    if SHAPE.windowed:
+        gone_left = _weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, False)
+        gone_right = gone_left if SHAPE.causal else _weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, True)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = first + number
         position, inside = _positions(chunk, axis, SHAPE, True)
@@ -152,41 +174,64 @@ def backward_kernel(
         else:
             acc = _multiply(high, low, x, acc, SHAPE)
             inner = _inner_products(v, x, inner)
+        leaving = None
+        reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
+        if SHAPE.windowed:  # not below, where ptxas would spill six times as much of float32
+            leaving = _leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=False)
+            lost_left = _add_lost(lost_left, v, leaving, reached, SHAPE)
         if not SHAPE.causal:
-            reached, taken, keep = _borders(chunk, axis, SHAPE, True, True)
+            reached_right, _taken, _keep = _borders(chunk, axis, SHAPE, True, True)
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, True)
             other = _load_states(pointers, has_place, SHAPE, True)
-            acc = _add_readout(acc, other, from_right, reached)
-            sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached)
+            acc = _add_readout(acc, other, from_right, reached_right)
+            sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached_right)
+            if SHAPE.windowed:
+                others = _leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=True)
+                acc = _add_leaving(acc, others, gone_right, reached_right, SHAPE)
+                lost_right = _add_lost(lost_right, v, others, reached_right, SHAPE)
         if SHAPE.lags > 0:
             acc = _add_across(acc, dout, chunk, axis, SHAPE, True)
             across += _products_across(wide, dout, chunk, axis, SHAPE)
-        reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
         acc = _add_readout(acc, state, from_left, reached)
         sums = _add_slope_of_readout(sums, wide, state, left, left_slope, reached)
-        state = _advance(state, x.to(tl.float32), writing, taken, keep, True)
+        if SHAPE.windowed:
+            acc = _add_leaving(acc, leaving, gone_left, reached, SHAPE)
+        state = _advance(state, x.to(tl.float32), leaving, writing, taken, keep, True)
         # Hidden keys get no gradient, and it has to be written.
         _store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
     into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * (5 + SHAPE.lags)
     tl.store(into, tl.sum(attended))
-    product, change = sums
-    tl.store(into + 1, tl.sum(product[0]) + _weighted(inner, table, Z, SHAPE))
-    tl.store(into + 2, tl.sum(product[1]) + _weighted(inner, table, Z + 1, SHAPE))
-    tl.store(into + 3, tl.sum(change[0]) + _weighted(inner, table, DZ, SHAPE))
-    tl.store(into + 4, tl.sum(change[1]) + _weighted(inner, table, DZ + 1, SHAPE))
+    product = _plus(_total(sums[0]), _weighted(inner, table, Z, SHAPE))
+    change = _plus(_total(sums[1]), _weighted(inner, table, DZ, SHAPE))
+    if SHAPE.windowed:
+        lost = tl.where(_has_left(axis, SHAPE, False), -lost_left, 0.0)
+        if not SHAPE.causal:
+            lost -= tl.where(_has_left(axis, SHAPE, True), lost_right, 0.0)
+        power, slope = _at_window(table, Z, SHAPE), _at_window(table, DZ, SHAPE)
+        gone = _weighted(lost, table, Z, SHAPE)
+        product = _plus(product, _times(power, gone))
+        change = _plus(_plus(change, _times(slope, gone)), _times(power, _weighted(lost, table, DZ, SHAPE)))
+    tl.store(into + 1, product[0])
+    tl.store(into + 2, product[1])
+    tl.store(into + 3, change[0])
+    tl.store(into + 4, change[1])
     for k in tl.static_range(0, K):
         lags = i[:, None] - i[None, :]
         lags = lags if SHAPE.causal else tl.abs(lags)
         within = tl.sum(tl.sum(tl.where(lags == k + 1, inner, 0.0), axis=0))
-        tl.store(into + 5 + k, within + tl.sum(tl.where(i == k, across, 0.0)))
+        product_at_lag = within + tl.sum(tl.where(i == k, across, 0.0))
+        if SHAPE.windowed:
+            product_at_lag = tl.where(k < axis.window, product_at_lag, 0.0)
+        tl.store(into + 5 + k, product_at_lag)
 
 
 @triton.jit
 def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
-    """The sum of a matrix [C, C] times a Toeplitz matrix."""
-    return tl.sum(tl.sum(_toeplitz(table, row, SHAPE) * inner, axis=0))
+    """The sum of a matrix [C, C] times a complex Toeplitz matrix."""
+    real, imaginary = _toeplitz(table, row, SHAPE), _toeplitz(table, row + 1, SHAPE)
+    return tl.sum(tl.sum(real * inner, axis=0)), tl.sum(tl.sum(imaginary * inner, axis=0))
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from rsa_hf.ops.triton.states import (
     _borders,
     _column,
     _document,
+    _leaving,
     _load_row,
     _load_rows,
     _load_states,
@@ -22,7 +23,18 @@ from rsa_hf.ops.triton.states import (
     _walk_from_right,
     _writing,
 )
-from rsa_hf.ops.triton.tables import READ, _added_across, _entry, _gates, _halves, _multiply, _weights
+from rsa_hf.ops.triton.tables import (
+    READ,
+    Z,
+    _added_across,
+    _at_window,
+    _entry,
+    _gates,
+    _halves,
+    _multiply,
+    _toeplitz,
+    _weights,
+)
 
 
 @triton.jit
@@ -48,6 +60,35 @@ def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
                 same = _document(i, axis, BACKWARD) == _document(step, axis, BACKWARD)
                 added = tl.where(same, added, 0.0)
             acc += added[:, None] * row[None, :]
+    return acc
+
+
+@triton.jit
+def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """Where row i of a chunk reads row j of `_leaving` in the state and must not: [C, C]."""
+    i = tl.arange(0, SHAPE.chunk)[:, None]
+    lags = i - tl.arange(0, SHAPE.chunk)[None, :]
+    if FROM_RIGHT:
+        i, lags = SHAPE.chunk - 1 - i, -lags
+    return (lags > 0) & (i < axis.window)
+
+
+@triton.jit
+def _weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """The weights of the rows of `_leaving` that take back what the state has of them, in two halves."""
+    real, imaginary = _at_window(axis.table, READ, SHAPE)
+    weights = imaginary * _toeplitz(axis.table, Z + 1, SHAPE) - real * _toeplitz(axis.table, Z, SHAPE)
+    return _halves(tl.where(_has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
+
+
+@triton.jit
+def _add_leaving(acc, leaving, weights, reached, SHAPE: tl.constexpr):
+    """Take back what `_add_readout` has added of the rows that have left the window."""
+    high, low = weights
+    if SHAPE.packed:
+        acc += reached[:, None] * _multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
+    else:
+        acc = _multiply(high, low, leaving, acc, SHAPE)
     return acc
 
 
@@ -96,13 +137,14 @@ def forward_kernel(
         table: of `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].
-        sizes: B, columns, H, keys to read, position of the first query, queries, heads per value head, slots.
+        sizes: B, columns, H, keys to read, position of the first query, queries, heads per value head, slots, and the
+            longest lag that a window shows.
     """
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
-    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots = sizes
+    rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots, farthest = sizes
     head, index, row, block, _column, axis, part = _program(
-        columns, heads, table, key_mask, document_ids, rows, num_columns, length, 0, length, SHAPE
+        columns, heads, table, key_mask, document_ids, rows, num_columns, length, 0, length, farthest, SHAPE
     )
     split, per_split, first, last = part
     channels = axis.channels
@@ -125,6 +167,9 @@ def forward_kernel(
     i = tl.arange(0, CHUNK)
     writing = _writing(axis, CHUNK - 1 - i, SHAPE, False)
     from_left, from_right = _entry(axis.table, READ, i, SHAPE), _entry(axis.table, READ, CHUNK - 1 - i, SHAPE)
+    if SHAPE.windowed:
+        gone_left = _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, False)
+        gone_right = gone_left if SHAPE.causal else _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, True)
     for number in tl.range(0, end - begin, num_stages=SHAPE.stages):
         chunk = begin + number
         position, inside = _positions(chunk, axis, SHAPE, False)
@@ -144,11 +189,17 @@ def forward_kernel(
             reached, taken, keep = _borders(chunk, axis, SHAPE, False, True)
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, False)
             acc = _add_readout(acc, _load_states(pointers, has_place, SHAPE, False), from_right, reached)
+            if SHAPE.windowed:
+                acc = _add_leaving(acc, _leaving(v, chunk, axis, SHAPE, False, True), gone_right, reached, SHAPE)
         if SHAPE.lags > 0:
             acc = _add_across(acc, v, chunk, axis, SHAPE, False)
         reached, taken, keep = _borders(chunk, axis, SHAPE, False, False)
         acc = _add_readout(acc, state, from_left, reached)
-        state = _advance(state, x.to(tl.float32), writing, taken, keep, False)
+        leaving = None
+        if SHAPE.windowed:
+            leaving = _leaving(v, chunk, axis, SHAPE, False, FROM_RIGHT=False)
+            acc = _add_leaving(acc, leaving, gone_left, reached, SHAPE)
+        state = _advance(state, x.to(tl.float32), leaving, writing, taken, keep, False)
         if SHAPE.mixed:
             acc = _lerp(unmixed, acc, weight)
         _store_rows(out, query, asked, channels, acc, SHAPE)

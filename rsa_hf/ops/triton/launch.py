@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
+from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import Layout, Learned, Problem
 from rsa_hf.ops.triton.backward import backward_kernel, learned_kernel
 from rsa_hf.ops.triton.forward import forward_kernel
@@ -27,7 +28,7 @@ CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be ha
 
 
 def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
-    """The output of a problem in float32, bfloat16 or float16: of a step, or one without a window and `visible`.
+    """The output of a problem in float32, bfloat16 or float16: of a step, or one without `visible`.
 
     `tuning` are block shapes; None: the fastest known ones.
     """
@@ -80,10 +81,10 @@ def triton_backward(grad: Tensor, problem: Problem, tuning: Tuning | None = None
 
 def _step(problem: Problem, output: Tensor) -> None:
     value, attention, learned, layout, num_key_value_groups, mask = problem
-    B, S, D = len(value), value.shape[2], value.shape[3]
+    B, D = len(value), value.shape[3]
     row = mask.key_mask if mask.visible is None else mask.visible[:, 0, 0]
     block, is_mixed = block_of(D), attention is not None
-    flags = (True, is_mixed, row is not None, False, False, layout.num_free_lags, layout.scale)
+    flags = (True, is_mixed, row is not None, False, False, False, layout.num_free_lags, layout.scale)
     shape = Shape(D, block, triton.cdiv(D, block), STEPS_AT_A_TIME, 1, 0, 1, *flags)
     heads, _, _ = _plan(layout, (1,) * len(layout.rows), value.device)
     key_mask = value if row is None else with_rows(row).view(torch.uint8)
@@ -97,7 +98,7 @@ def _step(problem: Problem, output: Tensor) -> None:
         heads,
         (len(layout.rows), num_key_value_groups),
         mask.query_offset,
-        S if mask.sliding_window is None else mask.sliding_window - 1,
+        _farthest(mask),
         SHAPE=shape,
         KNOWN=mask.query_position is None,
         num_warps=4,
@@ -109,9 +110,14 @@ def _tuning(kernel: str, run: Any, problem: Problem) -> Tuning:
     options = candidates(kernel, value.shape[3], 8 * value.element_size())
     steps = mask.seen_length // min(row.dilation for row in problem.layout.rows)
     size = (value.numel().bit_length(), steps.bit_length())
-    flags = (mask.causal, problem.attention is None, mask.documents is None, mask.key_mask is None)
-    question = (kernel, value.device, value.dtype, value.shape[3], size, flags)
+    masks = (mask.documents is None, mask.key_mask is None, mask.sliding_window is None)
+    question = (kernel, value.device, value.dtype, value.shape[3], size, mask.causal, problem.attention is None, masks)
     return fastest(question, options, run, value.device)
+
+
+def _farthest(mask: AttentionMask) -> int:
+    """The longest lag that the mask's window shows."""
+    return min(mask.sliding_window or mask.key_length, mask.key_length) - 1
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -155,11 +161,12 @@ def _divide(
     residues = tuple(min(d, length) for d in dilation)
     programs = batch * sum(residues) * blocks
     splits = _splits(programs, triton.cdiv(steps, chunk), processors)
-    powers = triton.next_power_of_2(chunk + 1 + splits)
-    causal, mixed, masked, packed, halves = flags
+    causal, mixed, masked, packed, windowed, halves = flags
+    powers = triton.next_power_of_2(chunk + 1 + splits + windowed)
     shape = Shape(
         *(head_size, tuning.block, blocks, chunk, splits, powers, tuning.stages),
-        *(causal, mixed, masked, packed, halves, layout.num_free_lags, layout.scale),
+        *(causal, mixed, masked, packed, windowed, halves),
+        *(layout.num_free_lags, layout.scale),
     )
     slots = max(
         count * (triton.cdiv(triton.cdiv(length, d), chunk) - 1) for d, count in zip(dilation, residues, strict=True)
@@ -181,7 +188,10 @@ class _Launch:
         B, R, device = len(value), len(layout.rows), value.device
         key_mask, document_ids = self.mask.key_mask, self.mask.documents
         halves = value.element_size() == 2
-        flags = (self.mask.causal, self.is_mixed, key_mask is not None, document_ids is not None, halves)
+        farthest = _farthest(self.mask)
+        is_windowed = farthest < self.length - 1
+        self.farthest = farthest if is_windowed else 0  # not read, and one number for all
+        flags = (self.mask.causal, self.is_mixed, key_mask is not None, document_ids is not None, is_windowed, halves)
         self.programs, self.slots, self.residues, self.shape = _divide(
             B, value.shape[3], self.length, layout, _processors(device), tuning, flags
         )
@@ -193,7 +203,8 @@ class _Launch:
         # What all kernels that walk along the sequence take.
         self.tables = (*masks, self.columns, self.heads, self.table)
         self.sizes = (B, len(self.columns), R, self.length, self.mask.query_offset, self.mask.query_length)
-        powers_kernel[(R,)](self.learned, self.heads, self.table, self.length, SHAPE=self.shape, num_warps=1)
+        numbers = (self.length, self.farthest)
+        powers_kernel[(R,)](self.learned, self.heads, self.table, *numbers, SHAPE=self.shape, num_warps=1)
 
     def forward(self, output: Tensor) -> None:
         """Write the output of the RSA heads."""
@@ -206,7 +217,7 @@ class _Launch:
             *self.tables,
             self._written(value, 0, self.length, self.num_key_value_groups, backward=False),
             self._entering(2),
-            (*self.sizes, self.num_key_value_groups, self.slots),
+            (*self.sizes, self.num_key_value_groups, self.slots, self.farthest),
             SHAPE=self.shape,
             num_warps=self.warps,
         )
@@ -228,7 +239,7 @@ class _Launch:
             *self.tables,
             self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
-            (*self.sizes, self.num_key_value_groups, self.slots),
+            (*self.sizes, self.num_key_value_groups, self.slots, self.farthest),
             SHAPE=replace(self.shape, halves=grad.element_size() == 2),
             num_warps=self.warps,
         )
@@ -259,7 +270,7 @@ class _Launch:
             _strided(x),
             *self.tables,
             splits,
-            (len(x), len(self.columns), self.length, shift, count, num_key_value_groups),
+            (len(x), len(self.columns), self.length, shift, count, num_key_value_groups, self.farthest),
             SHAPE=self.shape,
             BACKWARD=backward,
             num_warps=self.warps,

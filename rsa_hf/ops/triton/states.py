@@ -23,6 +23,7 @@ from rsa_hf.ops.triton.tables import (
     REST,
     TABLE_ROWS,
     Z,
+    _at_window,
     _entry,
     _of_row,
     _plus,
@@ -43,11 +44,23 @@ class Axis(NamedTuple):
     count: Any
     channels: Any  # [BLOCK]
     table: Any  # of its head
+    window: Any  # N, the most steps back that a query sees; if windowed
 
 
 @triton.jit
 def _program(
-    columns, heads, table, key_mask, document_ids, rows, num_columns, length, shift, count, SHAPE: tl.constexpr
+    columns,
+    heads,
+    table,
+    key_mask,
+    document_ids,
+    rows,
+    num_columns,
+    length,
+    shift,
+    count,
+    farthest,
+    SHAPE: tl.constexpr,
 ):
     """What this program owns: head, its index in the layer, row of the batch, channel block, column, axis, part."""
     program = tl.program_id(0)
@@ -65,7 +78,7 @@ def _program(
     channels = block * SHAPE.block + tl.arange(0, SHAPE.block)
     table += head * TABLE_ROWS * SHAPE.powers
     documents, mask = document_ids[0] + row * document_ids[1], key_mask[0] + row * key_mask[1]
-    axis = Axis(documents, mask, steps, residue, d, shift, count, channels, table)
+    axis = Axis(documents, mask, steps, residue, d, shift, count, channels, table, farthest // d)
     return head, index, row, block, column, axis, (split, per_split, first, last)
 
 
@@ -108,6 +121,19 @@ def _load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _load_steps(x, step, document, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """Steps of a walk, [C, BLOCK], as `_load_row`; 0 too where a document is given and they are of another one."""
+    position = _position(step, axis, BACKWARD)
+    place = position - axis.shift
+    kept = (place >= 0) & (place < axis.count)
+    if not BACKWARD:
+        kept = _seen(axis, position, kept, SHAPE)
+    if document is not None:
+        kept = kept & (tl.load(axis.documents + position, mask=kept, other=-1) == document)
+    return _load_rows(x, place, kept, axis.channels, SHAPE)
+
+
+@triton.jit
 def _store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
     pointers, there = _rows(x, place, kept, channels, SHAPE)
     tl.store(pointers, rows.to(x[0].dtype.element_ty), mask=there)
@@ -145,12 +171,17 @@ def _document(step, axis, BACKWARD: tl.constexpr):
 def _writing(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
 
-    These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay.
+    These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; and,
+    with a window, −z^{N + k} and its derivative, the weights of the rows that leave it.
     """
     z, C = _entry(axis.table, Z, exponents, SHAPE), SHAPE.chunk
     slope = _entry(axis.table, DZ, exponents, SHAPE) if BACKWARD else z
     whole, rest = _entry(axis.table, Z, C, SHAPE), _entry(axis.table, REST, C, SHAPE)
-    return z, slope, whole, rest, _entry(axis.table, DZ, C, SHAPE)
+    far, far_slope = z, z
+    if SHAPE.windowed:
+        power, change = _at_window(axis.table, Z, SHAPE), _at_window(axis.table, DZ, SHAPE)
+        far, far_slope = _times(power, z), _plus(_times(power, slope), _times(change, z))
+    return z, slope, whole, rest, _entry(axis.table, DZ, C, SHAPE), far, far_slope
 
 
 @triton.jit
@@ -166,25 +197,52 @@ def _kept(state, keep, written):
 
 
 @triton.jit
-def _advance(state, x, writing, taken, keep, BACKWARD: tl.constexpr):
+def _written(x, weights, taken, leaving, far, keep):
+    """What a chunk changes in the state on its other side: what its rows write, less what leaves the window."""
+    written = _sums(x, weights, taken)
+    if leaving is not None:
+        leaving = leaving.to(tl.float32)
+        real = x * (weights[0] * taken)[:, None] - leaving * (far[0] * keep)[:, None]
+        imaginary = x * (weights[1] * taken)[:, None] - leaving * (far[1] * keep)[:, None]
+        written = tl.sum(real, axis=0), tl.sum(imaginary, axis=0)
+    return written
+
+
+@triton.jit
+def _advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
     """The state on the other side of a chunk, from its rows.
 
     z^C has twice float32's digits: rounded once, it would be multiplied on at every chunk.
 
     Where:
         x: the rows, [C, BLOCK] float32.
+        leaving: of `_leaving`, or None.
         writing: of `_writing`, with the steps from each row to that side as exponents.
         taken: 1 where a row belongs to the document on the other side, [C].
         keep: 1 where the state does.
     """
     h, q = state
-    z, slope, whole, rest, change = writing
-    written = _sums(x, z, taken)
+    z, slope, whole, rest, change, far, far_slope = writing
+    written = _written(x, z, taken, leaving, far, keep)
     moved = _plus(_times(whole, h), _times(rest, h))
     if BACKWARD:
         q_moved = _plus(_plus(_times(whole, q), _times(rest, q)), _times(change, h))
-        q = _kept(q_moved, keep, _sums(x, slope, taken))
+        q = _kept(q_moved, keep, _written(x, slope, taken, leaving, far_slope, keep))
     return _kept(moved, keep, written), q
+
+
+@triton.jit
+def _leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """The rows that leave the window along a chunk, [C, BLOCK]: the j-th is N steps beyond the chunk's j-th.
+
+    Those of other documents than the state that enters the chunk are 0.
+    """
+    first = chunk * SHAPE.chunk
+    step = first + tl.arange(0, SHAPE.chunk) + (axis.window if FROM_RIGHT else -axis.window)
+    document = None
+    if SHAPE.packed:
+        document = _document(first + SHAPE.chunk if FROM_RIGHT else first - 1, axis, BACKWARD)
+    return _load_steps(x, step, document, axis, SHAPE, BACKWARD)
 
 
 @triton.jit
@@ -200,6 +258,8 @@ def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGH
             before, after = _document(first - 1, axis, BACKWARD), _document(last, axis, BACKWARD)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
+    if SHAPE.windowed:
+        keep = tl.where(axis.window > SHAPE.chunk, keep, 0.0)
     return reached, taken, keep
 
 
@@ -243,17 +303,13 @@ def _walk(state, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.cons
     writing = _writing(axis, i if FROM_RIGHT else SHAPE.chunk - 1 - i, SHAPE, BACKWARD)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = last - 1 - number if FROM_RIGHT else first + number
-        position, inside = _positions(chunk, axis, SHAPE, BACKWARD)
-        place = position - axis.shift
-        kept = inside & (place >= 0) & (place < axis.count)
-        if not BACKWARD:
-            kept = _seen(axis, position, kept, SHAPE)
-        tile = _load_rows(x, place, kept, axis.channels, SHAPE).to(tl.float32)
+        tile = _load_steps(x, chunk * SHAPE.chunk + i, None, axis, SHAPE, BACKWARD).to(tl.float32)
         if entering is not None:
             pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, BACKWARD)
             _store_states(pointers, state, has_place, SHAPE, BACKWARD)
         _reached, taken, keep = _borders(chunk, axis, SHAPE, BACKWARD, FROM_RIGHT)
-        state = _advance(state, tile, writing, taken, keep, BACKWARD)
+        leaving = _leaving(x, chunk, axis, SHAPE, BACKWARD, FROM_RIGHT) if SHAPE.windowed else None
+        state = _advance(state, tile, leaving, writing, taken, keep, BACKWARD)
     return state
 
 
@@ -327,13 +383,13 @@ def splits_kernel(
 
     Where:
         x: V or dOut, a tensor.
-        sizes: rows of the batch, columns, keys to read, position of the first row of x, number of them, and heads that
-            share a head of x.
+        sizes: rows of the batch, columns, keys to read, position of the first row of x, number of them, heads that
+            share a head of x, and the longest lag that a window shows.
     """
     BLOCK: tl.constexpr = SHAPE.block
-    rows, num_columns, length, shift, count, num_key_value_groups = sizes
+    rows, num_columns, length, shift, count, num_key_value_groups, farthest = sizes
     _head, index, row, _block, _column, axis, part = _program(
-        columns, heads, table, key_mask, document_ids, rows, num_columns, length, shift, count, SHAPE
+        columns, heads, table, key_mask, document_ids, rows, num_columns, length, shift, count, farthest, SHAPE
     )
     x_rows = _of_head(x, row, index // num_key_value_groups)
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)

@@ -21,6 +21,7 @@ class Shape:
     mixed: bool  # whether P V is mixed into attention
     masked: bool  # whether there is a key mask
     packed: bool  # whether there are documents
+    windowed: bool  # whether a sliding window hides keys
     halves: bool  # whether the Toeplitz matrix is a sum of two 16-bit matrices
     lags: int  # K, the number of free lags
     scale: float  # of what is learned (`Layout`)
@@ -37,12 +38,16 @@ COLUMNS = tl.constexpr(6)
 
 
 @triton.jit
-def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
+def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
     """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [R, 9, powers] float32.
+
+    With a window of N steps also at N, after the splits. If N ≤ C, all others from z^N on are 0: then a state has no
+    more than the last N rows of the chunk that wrote it, and only N rows of a chunk read it.
 
     Where:
         learned: mu, eta, nu, theta and free_lags, contiguous; those that no head reads may be anything.
         heads: `Layout.numbers`, [R, 6].
+        farthest: the longest lag that the window shows; if windowed.
     """
     head = tl.program_id(0)
     d = _of_row(heads, head, DILATION)
@@ -51,8 +56,14 @@ def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
     per_split = _steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
+    shown = entry >= 0
+    if SHAPE.windowed:
+        window, is_last = farthest // d, entry > SHAPE.chunk + SHAPE.splits
+        k = tl.where(is_last, window, k)
+        shown = is_last | (window > SHAPE.chunk) | (k < window)
 
     power, before = _power(rho, angle, k, k), _power(rho, angle, tl.maximum(k - 1, 0), k)
+    power, before = _where(shown, power), _where(shown, before)
     f = _times(c, power)
     into = table + head * TABLE_ROWS * SHAPE.powers + entry
     _store_complex(into, Z, power, SHAPE)
@@ -61,7 +72,7 @@ def powers_kernel(learned, heads, table, length, SHAPE: tl.constexpr):
     _store_complex(into, READ, f, SHAPE)
     if SHAPE.lags > 0:
         _mu, _eta, _nu, _theta, free_lags = learned
-        is_free = entry < SHAPE.lags
+        is_free = (entry < SHAPE.lags) & shown
         free = tl.load(free_lags + SHAPE.lags * _of_row(heads, head, LAGS) + entry, mask=is_free, other=0.0)
         tl.store(into + ADDED * SHAPE.powers, tl.where(is_free, free.to(tl.float64) - f[0], 0.0).to(tl.float32))
 
@@ -75,6 +86,11 @@ def _times(a, b):
 @triton.jit
 def _plus(a, b):
     return a[0] + b[0], a[1] + b[1]
+
+
+@triton.jit
+def _where(condition, a):
+    return tl.where(condition, a[0], 0.0), tl.where(condition, a[1], 0.0)
 
 
 @triton.jit
@@ -163,6 +179,12 @@ def _amplitudes(heads, head, z):
 def _entry(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
     """A complex row of a head's table at some exponents, as (real, imaginary)."""
     return tl.load(table + row * SHAPE.powers + exponents), tl.load(table + (row + 1) * SHAPE.powers + exponents)
+
+
+@triton.jit
+def _at_window(table, row: tl.constexpr, SHAPE: tl.constexpr):
+    """A complex row of a head's table at the exponent N."""
+    return _entry(table, row, SHAPE.chunk + 1 + SHAPE.splits, SHAPE)
 
 
 @triton.jit
