@@ -89,7 +89,7 @@ def patch_model(
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
     trial = shared_copy(base).eval()
     connect(trial)
-    found = _self_attention_calls(trial, probe_inputs)
+    found = _self_attention_calls(trial, base, probe_inputs)
     _warn_of_parts_without(base, found)
     names = list(found)
     if config.layers is not None:
@@ -193,13 +193,15 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     )
 
 
-def _self_attention_calls(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
-    """One call of each self-attention module that can be patched, by module name relative to the base, in order."""
+def _self_attention_calls(
+    trial: nn.Module, base: nn.Module, probe_inputs: Mapping[str, Any] | None
+) -> dict[str, AttentionCall]:
+    """One call of each self-attention module of a copy that can be patched, by its name in the base, in order."""
     names = {module: name for name, module in trial.named_modules()}
     with record_attention_calls() as calls:
         _run(trial, probe_inputs)
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
-    if bound := sorted({type(module).__name__ for module in by_module if module not in names}):
+    if bound := sorted({type(module).__name__ for module in by_module.keys() & set(base.modules())}):
         raise ValueError(
             f"a copy of this {type(trial).__name__} runs {shorten(bound)} of the model itself: a forward was replaced "
             "on an instance (layer.forward = …). Patch first, and replace or compile it afterwards."
