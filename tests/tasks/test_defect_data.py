@@ -112,6 +112,7 @@ def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
             assert 60 <= len(clean.func) <= 200
 
 
+@pytest.mark.slow  # reads all of it, twice
 def test_devign_has_the_published_counts(data_folder):
     """As published, and de-duplicated."""
     names = {"train": "train", "validation": "valid", "test": "test"}
