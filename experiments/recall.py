@@ -139,7 +139,7 @@ COMPARISON = Comparison(
     },
     judged=(SHARE_OF_STEPS,),
     of_arm=DEFAULT,
-    even=1.5,
+    even=1.5,  # times the steps of the convolution
     listed=(SHARE, STEPS),
     shown=SHARE,
     label=SHARE,

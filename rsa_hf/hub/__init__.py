@@ -1,5 +1,5 @@
 """Share a patched model on the Hub: its model card. `hf upload` and `push_to_hub` upload it with the model."""
 
-from rsa_hf.hub.card import clear_card, write_card
+from rsa_hf.hub.card import write_card
 
-__all__ = ["clear_card", "write_card"]
+__all__ = ["write_card"]

@@ -281,13 +281,10 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
 
 def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
     """Whether a query that is a real token is at an earlier position than its slot after the first real key."""
-    T = mask.query_length
+    keys, slots = mask.key_mask, mask.query_offset + torch.arange(mask.query_length, device=positions.device)
     if mask.query_position is not None and mask.visible is not None:
         keys, slots = mask.visible[:, 0, 0], mask.query_position[None]
-    elif mask.key_mask is not None:
-        keys, slots = mask.key_mask, mask.query_offset + torch.arange(T, device=positions.device)
-    else:
-        return False
+    assert keys is not None
     first = keys.int().argmax(1, keepdim=True)
     return bool(((slots - first > positions) & keys[:, slots]).any())
 

@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import heads_of, is_peft_wrapper
-from rsa_hf.hub import clear_card, write_card
+from rsa_hf.hub.card import clear_card, write_card
 from rsa_hf.integration.peft.adapter_plan import add_plan
 from rsa_hf.integration.peft.hooks import saved_with_plan
 from rsa_hf.layer import RSAHeads
