@@ -265,7 +265,9 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     another token's, and a query that is padding sees less far than its own slot.
 
     If the first query sees as far as any other, as in one prefix, the mask is the same whatever part of its end is
-    padding. Then the last query that sees anything is taken for a token, at the last visible key.
+    padding. Then the last query that sees anything is taken for a token, at the last visible key; or the first one, if
+    that key is where a cache without free slots has it, and others were cached before: all queries after it are
+    padding.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
@@ -280,7 +282,8 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     fitting = torch.where(counts == counts.min(), places, 0).max()
     last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
     is_determined = (misfits[0] & (slots == last)).any()
-    return torch.where(is_determined, fitting, (last - last_query).clamp(0, S - T))
+    is_first = (last == S - T) & (last >= T)
+    return torch.where(is_determined | is_first, fitting, (last - last_query).clamp(0, S - T))
 
 
 def warn_single_token_documents() -> None:

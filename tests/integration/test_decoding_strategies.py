@@ -17,6 +17,7 @@ from families import (
     WINDOWED,
     build_language_model,
     patched,
+    tokens,
     widen,
 )
 from rsa_hf import patch_model, unpatch_model
@@ -172,6 +173,17 @@ def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, register_
     model = patch_model(build_language_model("llama", "own_sdpa"), FULL_PLAN)
     inputs = {name: rows[2:] for name, rows in padded_batch().items()}
     assert difference(model, inputs, PIECES["cached"], CACHES[cache](model)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
+@pytest.mark.parametrize("length", [2, 4])
+@torch.no_grad()
+def test_one_token_in_a_chunk_with_right_padding_agrees_with_the_whole_text(family, length, monkeypatch):
+    model, pieces = patched(family), [LENGTH - length, length]
+    inputs = padded(tokens(3, LENGTH), [length - 1] * 3, "right")
+    assert difference(model, inputs, pieces, CACHES["dynamic"](model)) <= 1e-5
+    break_mask(monkeypatch, forgets_the_offset)
+    assert difference(model, inputs, pieces, CACHES["dynamic"](model)) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:unsupported mask")
