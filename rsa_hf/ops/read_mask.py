@@ -204,25 +204,29 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     visible = as_boolean(mask, T, S)
     if mask.is_meta:
         return AttentionMask(T, S, S - T, causal)  # only shapes are computed from it
+
+    def explains(candidate: AttentionMask) -> bool:
+        shown = boolean_mask(candidate, lags(candidate, mask.device))
+        return torch.equal(visible, shown.expand(*visible.shape[:2], T, S))
+
+    visible = visible.expand(-1, -1, T, S)
+    found = AttentionMask(T, S, S - T, causal)
+    if explains(found):
+        return found
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
-    visible = visible.expand(-1, -1, T, S)
     offset = S - T
     if causal and T < S and visible.numel():
         offset = int(query_position(visible, T, S))
     if visible.shape[1] == 1:
-        tau = lags(AttentionMask(T, S, offset, causal), mask.device)
         key_mask = visible[:, 0].any(dim=1)
         padding = None if bool(key_mask.all()) else key_mask
-
-        def explains(candidate: AttentionMask) -> bool:
-            return torch.equal(visible, boolean_mask(candidate, tau).expand_as(visible))
-
         found = AttentionMask(T, S, offset, causal, padding)
         if explains(found):
             return found
         documents = _documents(visible[:, 0], key_mask, offset)
         is_packed = bool(documents.any())
+        tau = lags(found, mask.device)
         window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
         for sliding_window in (None, window):
             found = replace(found, documents=documents if is_packed else None, sliding_window=sliding_window)
