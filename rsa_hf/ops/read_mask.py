@@ -220,20 +220,19 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         offset = int(query_position(visible, T, S))
     if visible.shape[1] == 1:
         key_mask = visible[:, 0].any(dim=1)
-        padding = None if bool(key_mask.all()) else key_mask
-        found = AttentionMask(T, S, offset, causal, padding)
+        found = AttentionMask(T, S, offset, causal, None if bool(key_mask.all()) else key_mask)
         if explains(found):
             return found
+        window = int(torch.where(visible, lags(found, mask.device).abs(), 0).amax()) + 1
+        windowed = replace(found, sliding_window=window)
+        if explains(windowed):
+            if window == 1:
+                warn_single_token_documents()
+            return windowed
         documents = _documents(visible[:, 0], key_mask, offset)
-        is_packed = bool(documents.any())
-        tau = lags(found, mask.device)
-        window = int(torch.where(visible, tau.abs(), 0).amax()) + 1
-        for sliding_window in (None, window):
-            found = replace(found, documents=documents if is_packed else None, sliding_window=sliding_window)
-            if explains(found):
-                if is_packed and sliding_window is None and bool((documents[:, -1] == S - 1).all()):
-                    warn_single_token_documents()
-                return found
+        for packed in (replace(found, documents=documents), replace(windowed, documents=documents)):
+            if explains(packed):
+                return packed
     # Python's registry shows a warning of one text and place once.
     warnings.warn(
         "unsupported mask: it does not combine direction, padding, packed documents and a sliding window. P is built "
