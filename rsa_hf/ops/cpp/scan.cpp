@@ -37,54 +37,48 @@ struct Rate {
 
 constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
 
-// Neighbouring channels, computed side by side: two registers, because a step waits for the one before.
+// Neighbouring channels, computed side by side. One register: the states of a backward pass, or with free lags, would
+// leave none for two.
 template <typename Number>
 struct Lanes {
   typedef Number Register __attribute__((vector_size(32)));
-  static constexpr Index HALF = sizeof(Register) / sizeof(Number), COUNT = 2 * HALF;
-  Register low{}, high{};
+  static constexpr Index COUNT = sizeof(Register) / sizeof(Number);
+  Register numbers{};
 
-  // Copies of a size that the compiler knows are one instruction; others are calls. Heads of 8 channels fill one half.
+  // Copies of a size that the compiler knows are one instruction; others are calls, which need memory.
   static Lanes load(const Number* from, Index count) {
-    if (count == COUNT) return {load_register(from), load_register(from + HALF)};
-    if (count == HALF) return {load_register(from), Register{}};
+    if (count == COUNT) return load(from);
     Number padded[COUNT] = {};
     std::memcpy(padded, from, count * sizeof(Number));
-    return {load_register(padded), load_register(padded + HALF)};
+    return load(padded);
   }
 
-  static Register load_register(const Number* from) {
-    Register loaded;
-    std::memcpy(&loaded, from, sizeof(Register));
+  static Lanes load(const Number* from) {
+    Lanes loaded;
+    std::memcpy(&loaded.numbers, from, sizeof(Register));
     return loaded;
   }
 
   void store(Number* to, Index count) const {
-    if (count < HALF) {
-      std::memcpy(to, &low, count * sizeof(Number));
-      return;
-    }
-    std::memcpy(to, &low, sizeof(Register));
-    if (count == COUNT) std::memcpy(to + HALF, &high, sizeof(Register));
-    else if (count > HALF) std::memcpy(to + HALF, &high, (count - HALF) * sizeof(Number));
+    if (count == COUNT) std::memcpy(to, &numbers, sizeof(Register));
+    else std::memcpy(to, &numbers, count * sizeof(Number));
   }
 
-  friend Lanes operator+(const Lanes& a, const Lanes& b) { return {a.low + b.low, a.high + b.high}; }
-  friend Lanes operator-(const Lanes& a, const Lanes& b) { return {a.low - b.low, a.high - b.high}; }
-  friend Lanes operator*(const Lanes& a, const Lanes& b) { return {a.low * b.low, a.high * b.high}; }
-  friend Lanes operator*(Number a, const Lanes& b) { return {a * b.low, a * b.high}; }
+  friend Lanes operator+(const Lanes& a, const Lanes& b) { return {a.numbers + b.numbers}; }
+  friend Lanes operator-(const Lanes& a, const Lanes& b) { return {a.numbers - b.numbers}; }
+  friend Lanes operator*(const Lanes& a, const Lanes& b) { return {a.numbers * b.numbers}; }
+  friend Lanes operator*(Number a, const Lanes& b) { return {a * b.numbers}; }
 
   double sum() const {
     double total = 0;
-    for (Index k = 0; k < HALF; k++) total += double(low[k]) + double(high[k]);
+    for (Index k = 0; k < COUNT; k++) total += double(numbers[k]);
     return total;
   }
 
   // Processors compute far more slowly with subnormal numbers, in which long decays end.
   Lanes without_negligible() const {
     constexpr Number limit = std::numeric_limits<Number>::min() / std::numeric_limits<Number>::epsilon();
-    const Register zero{};
-    return {((low < limit) & (low > -limit)) ? zero : low, ((high < limit) & (high > -limit)) ? zero : high};
+    return {((numbers < limit) & (numbers > -limit)) ? Register{} : numbers};
   }
 };
 
@@ -560,8 +554,8 @@ void query_heads(const Problem& p, Index b, Index begin, Index end) {
     const auto weights = weights_of_steps<Number>(head, p.keys / head.dilation);
     for (Index query = 0; query < p.queries; query++) {
       Index first = 0;
-      for (; first + 4 * WIDTH <= p.channels; first += 4 * WIDTH)
-        query_channels<Number, 4>(p, head, weights, query, first, 4 * WIDTH);
+      for (; first + 8 * WIDTH <= p.channels; first += 8 * WIDTH)
+        query_channels<Number, 8>(p, head, weights, query, first, 8 * WIDTH);
       for (; first < p.channels; first += WIDTH)
         query_channels<Number, 1>(p, head, weights, query, first, p.channels - first);
     }
