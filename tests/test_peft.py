@@ -6,7 +6,7 @@ import pickle
 import peft
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoraConfig, LoraModel, PeftModel
+from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoHaConfig, LoraConfig, LoraModel, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -160,6 +160,19 @@ def test_adapters_keep_their_own_rates(several, tmp_path):
     loaded.set_adapter("second")
     loaded.delete_adapter("default")
     assert torch.equal(logits(loaded, batch), expected["second"])
+
+
+def test_adapters_of_two_methods_keep_their_own_rates():
+    batch, expected = inputs("llama"), {}
+    model = peft.get_peft_model(patch_model(base_model("llama"), PLAN), with_rsa(LoraConfig()), mixed=True)
+    model.add_adapter("second", with_rsa(LoHaConfig(target_modules=["q_proj"])))
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        expected[name] = logits(disturb(model), batch)
+    for name, wanted in expected.items():
+        model.set_adapter(name)
+        assert torch.equal(logits(model, batch), wanted)
+        torch.testing.assert_close(logits(copy.deepcopy(model).merge_and_unload(), batch), wanted)
 
 
 def test_a_named_adapter_is_merged_with_its_own_rates(several):

@@ -109,7 +109,7 @@ def _base_of(model: Any) -> nn.Module:
 def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
-        require_fit(config, model)
+        require_fit(config, self.model)
         is_patched = any(rsa_modules(model))
         if is_patched and not isinstance(self, _Tuner):
             self.__class__ = _with_rsa(self.__class__)  # as torch's `fully_shard` does; PEFT's classes stay
