@@ -92,7 +92,7 @@ def _attention_with_rsa(
         require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
-    result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
+    result = attend(query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),
@@ -100,10 +100,10 @@ def _attention_with_rsa(
         attention_mask,
         causal,
         # The masks of sdpa; an implementation that a user has registered may take them too.
-        aligned_top_left=has_more_keys and MASKS.get(implementation) is MASKS["sdpa"],
+        aligned_top_left=query.shape[2] < key.shape[2] and MASKS.get(implementation) is MASKS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
-        positions=cached_positions(module, keywords) if has_more_keys else None,
+        positions=positions_of_queries(module, keywords),
     )
     return mixed, result[1]
 
@@ -205,7 +205,7 @@ def mix_recurrence(
     `causal`. A mask says which keys are seen, as in `read_attention_mask`, with a window, or the keywords of a call of
     flash attention, where no mask does. `positions`, [B or 1, T], are those of the queries in their texts, if the
     cache keeps all keys. A ValueError: nothing says whether attention is causal, the layer has other heads than when
-    it was patched, or the cache has lost keys.
+    it was patched, the cache has lost keys, or there is padding between keys.
     """
     rsa = heads_of(module)
     if rsa is None:
@@ -241,8 +241,8 @@ def mix_recurrence(
 _LARGEST_FIRST_POSITION = 2
 
 
-def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
-    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge a cache; None if it cannot."""
+def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge the keys; None if it cannot."""
     positions = keywords.get("position_ids")
     if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
         return None  # M-RoPE has several axes, and a paged cache several texts
@@ -254,7 +254,7 @@ def cached_positions(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor |
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
-    """Check that positions count what P V counts: slots of a cache, from the first one that a row does not hide.
+    """Check that positions count what P V counts: slots of the keys, from the first one that a row does not hide.
 
     A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys.
     """
@@ -263,15 +263,17 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
         return
     slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
-    # Looking at a few numbers takes less time than remembering them.
-    position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
-    if slot > 0 and position > slot + _LARGEST_FIRST_POSITION:
-        raise ValueError(
-            f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if the "
-            "cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
-            "unpatch_model(model). If this one does, position_ids must start at 0."
-        )
-    if (mask.key_mask is not None or mask.query_position is not None) and remembered(_has_padding, positions, mask):
+    if slot > 0:
+        # Looking at a few numbers takes less time than remembering them.
+        position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
+        if position > slot + _LARGEST_FIRST_POSITION:
+            raise ValueError(
+                f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
+                "the cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
+                "unpatch_model(model). If this one does, position_ids must start at 0."
+            )
+    is_padded = mask.documents is None and (mask.key_mask is not None or mask.query_position is not None)
+    if is_padded and remembered(_has_padding, positions, mask):
         raise ValueError(
             "position_ids: padding stands between the keys of a row, and its positions do not count it. RSA counts "
             "distances in slots, so P V would depend on it: after cached keys give rows of one length, or pad the "
@@ -280,13 +282,14 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
 
 
 def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
-    """Whether a query that is a real token is at an earlier position than its slot after the first real key."""
+    """Whether padding stands between a real token and the first one of its row, and its position does not count it."""
     keys, slots = mask.key_mask, mask.query_offset + torch.arange(mask.query_length, device=positions.device)
     if mask.query_position is not None and mask.visible is not None:
         keys, slots = mask.visible[:, 0, 0], mask.query_position[None]
     assert keys is not None
     first = keys.int().argmax(1, keepdim=True)
-    return bool(((slots - first > positions) & keys[:, slots]).any())
+    steps = slots - first
+    return bool(((steps > positions) & (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]).any())
 
 
 def _latest_start(positions: Tensor) -> int:

@@ -68,12 +68,15 @@ def test_positions_beyond_the_slots_of_a_static_cache_are_refused(monkeypatch):
     ("family", "attention"),
     [("llama", "sdpa"), ("llama", "eager"), ("llama", "flash_attention_2"), ("gpt2", "sdpa")],
 )
-@pytest.mark.parametrize("case", ["prefix", "right", "left", "slots"])
+@pytest.mark.parametrize("case", ["prefix", "right", "answer", "left", "slots", "restarts"])
 @torch.no_grad()
 def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family, attention, case, monkeypatch):
     flash_stand_in.install(monkeypatch)
     model, cache, mask = patched(family, attention), DynamicCache(), torch.ones(2, LENGTH + 4, dtype=torch.long)
-    if case != "right":
+    if case in ("answer", "restarts"):  # after a prompt that is padded on the right; packed rows
+        mask[1, slice(5, 7) if case == "answer" else slice(10, 12)] = 0
+        given = {"input_ids": tokens(2, LENGTH + 4)}
+    elif case != "right":
         model(tokens(2, LENGTH), past_key_values=cache, attention_mask=mask[:, :LENGTH])
         mask[1, slice(LENGTH, LENGTH + 2) if case == "prefix" else slice(1)] = 0
         given = {"input_ids": tokens(2, 4)}
@@ -81,9 +84,11 @@ def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family,
         mask[1, 9:11] = 0
         given = {"input_ids": tokens(2, 1)}
         model(tokens(2, LENGTH + 3), past_key_values=cache, attention_mask=mask[:, :-1])
-    positions = mask.cumsum(1) - 1 if case != "slots" else torch.arange(LENGTH + 4).expand(2, -1)
+    positions = mask.cumsum(1) - 1
+    if case in ("slots", "restarts"):
+        positions = torch.arange(LENGTH + 4).expand(2, -1) % (5 if case == "restarts" else LENGTH + 4)
     given |= {"attention_mask": mask, "position_ids": positions[:, cache.get_seq_length() :].clamp(min=0)}
-    if case in ("left", "slots"):
+    if case in ("left", "slots", "restarts"):
         assert model(**given, past_key_values=cache).logits.isfinite().all()
         return
     with pytest.raises(ValueError, match="padding stands between the keys"):
