@@ -44,6 +44,9 @@ _BY_CLASS = {(architecture.path, architecture.name): architecture for architectu
 # Classes whose `is_causal` is False in encoder and decoder alike: the attribute that says whether a layer is causal.
 _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 
+# Classes whose mask hides keys with −100 rather than −10,000 or less.
+_HIDE_WITH_MINUS_100 = {"SwinAttention"}
+
 
 # --- modules that use the attention interface -----------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ def _attention_with_rsa(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),
         value,
-        attention_mask,
+        attention_mask > -50 if type(module).__name__ in _HIDE_WITH_MINUS_100 else attention_mask,
         causal,
         # The masks of sdpa; an implementation that a user has registered may take them too.
         aligned_top_left=query.shape[2] < key.shape[2] and MASKS.get(implementation) is MASKS["sdpa"],

@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, SwinConfig
+from transformers.models.swin import modeling_swin
 
 from architectures import build_adapted
-from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens
+from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from rsa_hf.integration.trial import looks_ahead
 
@@ -60,3 +61,24 @@ def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_pat
     loaded = type(model).from_pretrained(tmp_path)
     inputs = {"input_ids": ids[:, :5], "decoder_input_ids": ids}  # more queries than keys in cross-attention
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.skipif(not hasattr(modeling_swin, "ALL_ATTENTION_FUNCTIONS"), reason="Swin is beside the interface here")
+@pytest.mark.filterwarnings("ignore:unsupported mask")
+@torch.no_grad()
+def test_the_edge_of_a_shifted_image_is_not_crossed():
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4}
+    model = widen(modeling_swin.SwinModel(SwinConfig(**sizes, depths=[2], num_heads=[4])))
+    pixels = torch.randn(1, 3, 32, 32)
+
+    def reached():
+        """Which parts of the image see its first corner."""
+        other = pixels.clone()
+        other[..., :2, :2] = 1
+        return (model(pixels)[0] != model(other)[0]).any(-1)
+
+    plain = reached()
+    plan = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=30.0)
+    patch_model(model, plan, probe_inputs={"pixel_values": pixels})
+    assert 1 < int(plain.sum()) < 256
+    assert torch.equal(reached(), plain)
