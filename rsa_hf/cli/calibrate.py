@@ -87,12 +87,10 @@ def calibrate(
 
 def _blocks_of(base: str, text: str, length: int) -> Any:
     """The blocks of a text file, tokenized for a model."""
-    from transformers import AutoTokenizer
-
     from rsa_hf.tasks.text_blocks import TrainingBlocks
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
-    from rsa_hf.utils.locate import locate
+    from rsa_hf.training.model_setup import load_tokenizer
 
     content = read_texts(LanguageModelingDataConfig(test_file=expanded(text)), "test")["test"].decode()
-    tokenizer = AutoTokenizer.from_pretrained(locate(base))
+    tokenizer = load_tokenizer(base)
     return TrainingBlocks(tokenizer(content, return_tensors="pt", verbose=False).input_ids[0], length)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rsa_hf.cli.common import install_hooks, load_checkpoint
-from rsa_hf.utils.locate import expanded, locate
+from rsa_hf.utils.locate import expanded
 
 if TYPE_CHECKING:
     from rsa_hf.config import RSAConfig
@@ -72,10 +72,10 @@ def _config_of(plan: str) -> RSAConfig:
 
 def save_tokenizer(base: str, out: Path) -> bool:
     """Save the tokenizer of a model into a folder; False if it has none."""
-    from transformers import AutoTokenizer
+    from rsa_hf.training.model_setup import load_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(base))
+        tokenizer = load_tokenizer(base)
     except (OSError, ValueError, KeyError):  # transformers raises one of them, depending on the model type
         return False
     tokenizer.save_pretrained(out)

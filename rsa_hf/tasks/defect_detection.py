@@ -22,7 +22,6 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -47,11 +46,11 @@ from rsa_hf.tasks.defect_scores import (
 from rsa_hf.tasks.python_defects import Example
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, RunArguments, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import load_model, load_tokenizer, patch_for_run, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
-from rsa_hf.utils.locate import expanded, locate
+from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.text import finite_or_null, percent
 
 LABELS = {0: "clean", 1: "defective"}
@@ -137,7 +136,7 @@ def audit_data(arguments: Sequence[str]) -> dict[str, Any]:
     run.data.deduplicate = False
     splits, tokens = load_defect_data(run.data), None
     if source := run.model.tokenizer_name or run.model.model_name_or_path:
-        tokenizer = AutoTokenizer.from_pretrained(locate(source))
+        tokenizer = load_tokenizer(source)
         tokens = {split: _rows_and_tokens(examples, tokenizer, run.data)[1] for split, examples in splits.items()}
     report = audit(splits, tokens, run.data.max_seq_length) | {"split_by": run.data.split_by}
     return report | {"word_counts": word_count_baseline(splits)}
@@ -165,7 +164,7 @@ def _model_and_tokenizer(
     source = arguments.tokenizer_name or arguments.model_name_or_path
     if source is None:
         raise ValueError("tokenizer_name=None: a model from scratch needs one; name one on the Hub, or a folder.")
-    tokenizer = AutoTokenizer.from_pretrained(locate(source))
+    tokenizer = load_tokenizer(source)
     words = {"id2label": LABELS, "label2id": {label: number for number, label in LABELS.items()}}
     model = load_model(AutoModelForSequenceClassification, arguments, num_labels=2, **words)
     _fit_to_each_other(model, tokenizer, data)
@@ -282,7 +281,7 @@ def _saved(
 ) -> tuple[RunArguments[DefectDataConfig], PreTrainedModel, PreTrainedTokenizerBase]:
     """A saved defect detector with its tokenizer, and settings, with its own way of cutting functions."""
     run = read_arguments(arguments, DefectDataConfig)
-    tokenizer = AutoTokenizer.from_pretrained(locate(name))
+    tokenizer = load_tokenizer(name)
     model = require_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")

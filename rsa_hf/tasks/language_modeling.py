@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from rsa_hf.patching import is_patched
@@ -25,10 +25,9 @@ from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, re
 from rsa_hf.tasks.text_scores import evaluate_language_model, set_memory
 from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import load_model, patch_for_run, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import load_model, load_tokenizer, patch_for_run, require_head, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
-from rsa_hf.utils.locate import locate
 
 # Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
@@ -209,12 +208,12 @@ def prepare_language_modeling(
 
 
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `AutoTokenizer`'s."""
+    """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `load_tokenizer`'s."""
     if name is None:
         raise ValueError("tokenizer_name=None: a model from scratch needs one; 'bytes' is one that needs no files.")
     if name == "text8":
         return text8_tokenizer()
-    return None if name == "bytes" else AutoTokenizer.from_pretrained(locate(name))
+    return None if name == "bytes" else load_tokenizer(name)
 
 
 def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, split: str) -> Iterator[torch.Tensor]:

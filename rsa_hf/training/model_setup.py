@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import IterableDataset
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, logging
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
@@ -88,6 +88,17 @@ def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[
         return model, info
     finally:
         logging.set_verbosity(verbosity)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; a ValueError where its files are missing: transformers then makes one without words."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name))
+    if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
+        raise ValueError(
+            f"{name} has no tokenizer: all words would be unknown. Save its own there by tokenizer.save_pretrained. "
+            "Runs also take a tokenizer_name, which is bytes for a language model of bytes."
+        )
+    return tokenizer
 
 
 def largest_token_id(tokenizer: Any) -> int:

@@ -106,6 +106,22 @@ def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_class
         language_modeling.evaluate(llama, "test", [])
 
 
+@pytest.mark.parametrize(
+    ("name", "model_class"), [("bert", AutoModelForSequenceClassification), ("gpt2", AutoModelForCausalLM)]
+)
+def test_a_model_without_its_tokenizer_is_not_scored(name, model_class, tmp_path, run):
+    """AutoTokenizer gives one to which all words are unknown, or that leaves them out."""
+    base = tmp_path / "base"
+    model_class.from_config(CONFIGS[name]()).save_pretrained(base)
+    (tmp_path / "rows.jsonl").write_text('{"func": "int a;", "target": 0}\n')
+    task = "defect" if name == "bert" else "lm"
+    code, _, err = run("evaluate", task, base, "--test_file", tmp_path / "rows.jsonl", "--use_cpu")
+    assert code == 2 and "has no tokenizer" in err
+    code, out, _ = run("patch", base, tmp_path / "patched")
+    assert code == 0 and "has no tokenizer to save" in out
+    assert not list((tmp_path / "patched").glob("*token*"))
+
+
 def test_only_the_text_to_score_is_read_and_tokenized(gpt2, tmp_path, text):
     """The other texts are absent, or begin with what is no UTF-8."""
     path = tmp_path / "test.txt"
