@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
         data_collator=collate,
         processing_class=tokenizer,
         compute_metrics=trainer_metrics,
-        compute_loss_func=partial(_loss, weights=weights),
+        compute_loss_func=partial(_loss, weights=weights, smoothing=args.label_smoothing_factor),
     )
     train_to_end(trainer, folder)
     logits = {
@@ -150,10 +150,17 @@ class _Trainer(RSATrainer):
         return super().compute_loss(model, inputs, *args, **keywords)
 
 
-def _loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, weights: Tensor | None = None) -> Tensor:
+def _loss(
+    outputs: Any,
+    labels: Tensor,
+    num_items_in_batch: Any = None,
+    weights: Tensor | None = None,
+    smoothing: float = 0.0,
+) -> Tensor:
     """The weighted loss of a micro-batch, as its share of the mean over the functions of a step."""
     logits = outputs.logits.float()
-    total = cross_entropy(logits, labels, None if weights is None else weights.to(logits), reduction="sum")
+    weights = None if weights is None else weights.to(logits)
+    total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=smoothing)
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 

@@ -61,6 +61,8 @@ class RSATrainer(Trainer):
             self.model_accepts_loss_kwargs = False
             args.train_sampling_strategy = "sequential"
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            if args.label_smoothing_factor:
+                raise ValueError("label_smoothing_factor: has no effect with carry_memory. Leave it out.")
             if self._num_tracks != rows:
                 raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {rows} rows: one of each.")
 

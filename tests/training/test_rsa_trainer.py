@@ -60,16 +60,16 @@ def test_the_card_that_is_pushed_shows_gates_and_a_plain_model_keeps_the_trainer
     assert "RSA" not in (tmp_path / "plain" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("weights", [None, [0.5, 2.0]])
-def test_micro_batches_give_the_weighted_mean_over_the_step(weights):
+@pytest.mark.parametrize(("weights", "smoothing"), [(None, 0.0), ([0.5, 2.0], 0.0), (None, 0.3)])
+def test_micro_batches_give_the_weighted_mean_over_the_step(weights, smoothing):
     """Against torch's loss on the whole batch; a mean of means is the control."""
     model, batch = classifier(), small_runs.stack(functions(7))
     labels = batch.pop("labels")
     logits = model(**batch).logits
     weight = None if weights is None else torch.tensor(weights)
-    each = torch.nn.functional.cross_entropy(logits, labels, weight, reduction="none")
+    each = torch.nn.functional.cross_entropy(logits, labels, weight, reduction="none", label_smoothing=smoothing)
     outputs = [(part, SequenceClassifierOutput(logits=logits[part])) for part in (slice(0, 4), slice(4, 7))]
-    parts = [_loss(each, labels[part], 7, weight) for part, each in outputs]
+    parts = [_loss(each, labels[part], 7, weight, smoothing) for part, each in outputs]
     torch.testing.assert_close(sum(parts), each.sum() / 7)
-    means = [_loss(each, labels[part], None, weight) for part, each in outputs]
+    means = [_loss(each, labels[part], None, weight, smoothing) for part, each in outputs]
     assert abs(sum(means) / 2 - each.mean()) > 1e-4

@@ -130,6 +130,17 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     assert len(predictions) == 2 * 42
 
 
+def test_the_labels_of_a_defect_detector_are_smoothed(tmp_path, defect, run):
+    """As transformers' Trainer does it where a model computes its loss itself."""
+    losses = []
+    for smoothing in (0, 0.5):
+        settings = {**defect, "label_smoothing_factor": smoothing, "max_steps": 1, "max_seq_length": 16}
+        out = tmp_path / str(smoothing)
+        assert run("train", "defect", written(tmp_path, settings), "--output_dir", out)[0] == 0
+        losses.append(json.loads((out / "trainer_state.json").read_text())["log_history"][-1]["train_loss"])
+    assert losses[0] != losses[1]
+
+
 def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, text, run):
     config, out = written(tmp_path, {**LM, "train_file": str(text), "max_steps": 2}), tmp_path / "out"
     assert run("train", "lm", config, "--output_dir", out)[0] == 0
