@@ -22,7 +22,7 @@ from rsa_hf.utils.yaml import read_yaml
 Data = TypeVar("Data")
 
 # Metrics of the tasks of which less is better. TrainingArguments knows it of losses only.
-LOWER_IS_BETTER = ("bits_per_byte", "token_perplexity", "word_perplexity")
+LOWER_IS_BETTER = ("bits_per_byte", "token_perplexity", "word_perplexity", "loss_nats_per_token", "vd_score")
 
 # Keys of rsa_hf 0.1, which had sections, and their names now.
 RENAMED = {
@@ -104,8 +104,8 @@ class RSAArguments:
 class RSATrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments`, with a learning rate of gates and rates.
 
-    Two defaults differ: a loss that is not a number is logged as it is, and metrics of language modelling know that
-    less is better.
+    Two defaults differ: a loss that is not a number is logged as it is, and metrics of the tasks know whether less
+    is better.
     """
 
     rsa_learning_rate: float | None = HfArg(

@@ -104,10 +104,10 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path, text, words, said):
     assert "\n" not in str(raised.value)
 
 
-def test_the_metrics_of_language_modelling_are_better_when_lower(tmp_path):
+def test_metrics_of_the_tasks_know_whether_less_is_better(tmp_path):
     words = ["--eval_strategy", "steps", "--load_best_model_at_end", "--metric_for_best_model"]
-    assert read(tmp_path, "", *words, "bits_per_byte").training.greater_is_better is False
-    assert read(tmp_path, "", *words, "accuracy").training.greater_is_better is True
+    for metric in ("bits_per_byte", "eval_loss_nats_per_token", "vd_score", "accuracy"):
+        assert read(tmp_path, "", *words, metric).training.greater_is_better is (metric == "accuracy")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "fixtures").glob("*/configs/*.yaml")), ids=str)
