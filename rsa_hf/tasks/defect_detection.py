@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> None:
     """Train a defect detector, evaluate it, and write all results to the output folder; see `read_arguments`."""
     run = read_arguments(arguments, DefectDataConfig)
     args, data = run.training, run.data
+    if args.dataloader_drop_last:
+        raise ValueError("dataloader_drop_last=true: would leave functions out of the scores. Leave it out.")
     set_seed(args.seed)
     with args.main_process_first():  # the other processes then find its downloads in the cache
         splits = load_defect_data(data)
@@ -88,7 +90,8 @@ def main(arguments: Sequence[str]) -> None:
     inputs = rows["train"].remove_columns("example_id")
     calibration = patch_for_run(model, inputs, collate, run)
     args.label_names = ["labels", "example_id"]
-    args.remove_unused_columns = False
+    args.remove_unused_columns = args.prediction_loss_only = False
+    args.eval_do_concat_batches = True
     weights = class_weights(rows["train"]["labels"]) if data.class_weights else None
     trainer = _Trainer(
         model=model,

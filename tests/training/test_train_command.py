@@ -116,7 +116,8 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
 ):
     settings = {"long_functions": long_functions, "class_weights": True, "max_seq_length": 6, "chunk_overlap": 2}
     config = written(tmp_path, {**defect, **settings, "max_steps": 3})
-    assert run("train", "defect", config, "--output_dir", tmp_path / "out")[0] == 0
+    unused = ("--prediction_loss_only", "true", "--eval_do_concat_batches", "false")
+    assert run("train", "defect", config, "--output_dir", tmp_path / "out", *unused)[0] == 0
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     evaluation = ["evaluate", "defect", tmp_path / "out", config]
     others = ["--train_file", "gone.jsonl", "--validation_file", "gone.jsonl"]  # are not read
@@ -160,6 +161,7 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
         (["train", "lm", "CONFIG", "--learning_rate=1e30", "--logging_steps=1"], "the loss is"),
         (["train", "lm", "absent.yaml"], "absent.yaml"),
         (["train", "lm", "CONFIG", "--rsa=none", "--model_name_or_path=PATCHED"], "the checkpoint has RSA heads"),
+        (["train", "defect", "--dataloader_drop_last", "true"], "would leave functions out of the scores"),
         (["evaluate", "lm", "./absent", "CONFIG"], "absent"),
     ],
 )
