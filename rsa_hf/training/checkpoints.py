@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 # Settings of TrainingArguments, by their beginnings, that do not change what is learned.
 FREE = (
     "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
-    "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_", "debug", "skip_memory",
-    "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank", "jit_", "enable_jit",
+    "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_num", "dataloader_p", "debug",
+    "skip_memory", "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank", "jit_",
+    "enable_jit",
 )  # fmt: skip
 
 
@@ -52,6 +53,12 @@ class RunFolder:
                 shutil.rmtree(path)
             self._file.unlink(missing_ok=True)
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
+        is_asked_for = args.overwrite_output_dir or args.resume_from_checkpoint
+        if known is None and not is_asked_for and newest_whole_checkpoint(self.folder):
+            raise ValueError(
+                f"{self.folder} has checkpoints, but no run.json: they are of another program. Give another "
+                "output_dir, or overwrite_output_dir=true to delete them."
+            )
         self._result: str | None = None
         if known is not None and not args.overwrite_output_dir:
             self._require_same(known)
@@ -98,9 +105,10 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(args.output_dir))
 
     A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are;
-    so give each new run its own folder. With several processes the files of the main one are checked. Resumed from the
-    checkpoint of its last step, the Trainer of transformers 5.23 trains one step more: do not call it again for a run
-    that has ended. Without a complete checkpoint None is returned, which starts from the beginning.
+    so give each new run its own folder. One of `save_only_model` is not: the Trainer would begin a new schedule.
+    With several processes the files of the main one are checked. Resumed from the checkpoint of its last step, the
+    Trainer of transformers 5.23 trains one step more: do not call it again for a run that has ended. Without a
+    complete checkpoint None is returned, which starts from the beginning.
     """
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
@@ -122,6 +130,8 @@ def _fault(folder: Path) -> str | None:
         for path in (*folder.rglob("*.pt"), *folder.rglob("*.pth")):
             if not zipfile.is_zipfile(path):  # torch.save writes the table of contents at the end
                 return f"{path.name} is truncated"
+        if not any(folder.glob("rng_state*")):
+            return "it holds the model alone (save_only_model), no state of the optimiser"
     except (OSError, ValueError, SafetensorError) as error:
         return f"{path.name} cannot be read ({error})"
     return None

@@ -30,6 +30,13 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path, file):
     assert newest_whole_checkpoint(tmp_path / "nothing") is None
 
 
+def test_a_checkpoint_of_the_model_alone_is_passed_over(tmp_path):
+    """The Trainer would go on from it with a new optimiser and schedule, without a word."""
+    trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True).train()
+    assert get_last_checkpoint(tmp_path) is not None
+    assert newest_whole_checkpoint(tmp_path) is None
+
+
 class PoisonedLoss(TrainerCallback):
     """Makes a weight NaN before a step."""
 
