@@ -24,7 +24,7 @@ from rsa_hf.utils.text import brief
 # target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
-_WHOLE, _NUMBER = re.compile("-?[0-9]{1,18}"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_WHOLE, _NUMBER = re.compile(r"(-?[0-9]{1,18})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CLEAN, DEFECTIVE = ("0", "false"), ("1", "true")  # labels in words, in any case
 
 
@@ -155,9 +155,9 @@ def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[s
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
-    """The functions of rows, or of JSON lines, each with its place. A whole number `idx` or `id` is kept.
+    """The functions of rows, or of JSON lines, each with its place.
 
-    Without labels, each counts as clean.
+    An `idx` or `id` is kept, as a number where it is whole. Without labels, each counts as clean.
     """
     texts = TEXT_COLUMNS if config.text_column_name is None else (config.text_column_name,)
     labels = LABEL_COLUMNS if config.label_column_name is None else (config.label_column_name,)
@@ -183,13 +183,16 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         if None in row:  # so csv.DictReader calls what is left over
             raise ValueError(f"more fields than the header has columns: {brief(row[None])}")
         func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
-        numbers = (int(row[name]) for name in NUMBER_COLUMNS if _WHOLE.fullmatch(str(row.get(name))))
+        idx = next((str(row[name]) for name in NUMBER_COLUMNS if row.get(name) not in (None, "")), None)
+        whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps has 7 as 7.0
         time = None if config.time_column_name is None else _first_of((config.time_column_name,), row)[1]
         if isinstance(time, str) and _NUMBER.fullmatch(time):  # as all values of a CSV are
             time = float(time)
+        if time == "" or time != time:
+            raise ValueError(f"{config.time_column_name} must be a time, got {brief(time)}")
         project = row.get(config.project_column_name)
         project = "" if project is None else str(project)
-        example = Example(func, target, idx=next(numbers, None), project=project, time=time)
+        example = Example(func, target, idx=int(whole[1]) if whole else idx, project=project, time=time)
         if config.fixed_column_name is None or target == 0:
             return [example]
         name, fixed = _first_of((config.fixed_column_name,), row)

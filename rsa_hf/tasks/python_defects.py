@@ -83,7 +83,7 @@ class Example:
     path: str = ""  # its file, relative to the standard library
     name: str = ""  # its qualified name within the file
     kind: str = ""  # the injected defect, one of `DEFECT_KINDS`; empty for a clean function
-    idx: int | None = None  # its number within a data set that has numbers
+    idx: int | str | None = None  # its own in a data set that has them, a number where it is whole
     pair: int | None = None  # which its twin has too: the same function with, or without, the defect
     project: str = ""  # that it comes from, if the data says so
     time: Any = None  # when it was written, if the data says so

@@ -69,6 +69,23 @@ def test_labels_are_numbers_truths_or_these_in_words(labels, tmp_path):
         assert [e.target for e in read(path)] == [1, 0, 0]
 
 
+def test_functions_keep_their_idx(tmp_path):
+    """Else an answer would be joined to the function at the place of its number."""
+    path = tmp_path / "data"
+    for written, expected in (("CVE-1", "CVE-1"), (7.0, 7), ("12", 12), (10**17 + 1, 10**17 + 1)):
+        for kind in (as_json_lines, as_csv, as_parquet):
+            path.write_bytes(kind([{"code": "a", "id": written, "label": 0}]))
+            assert [e.idx for e in read(path)] == [expected]
+
+
+@pytest.mark.parametrize("time", [float("nan"), ""])
+def test_a_missing_time_is_an_error(time, tmp_path):
+    """It has no place in an order."""
+    (tmp_path / "data").write_bytes(as_json_lines([{"code": "a", "label": 0, "when": time}]))
+    with pytest.raises(ValueError, match="line 1: when must be a time"):
+        read(tmp_path / "data", time_column_name="when")
+
+
 def test_labels_in_words_are_named(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text("code,label\na,vulnerable\nb,safe\n")
