@@ -113,13 +113,13 @@ def read_table(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 def _parquet_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    yield from numbered(f"{path}, row", rows)
 
 
 def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
     with open_compressed(path) as file:
         rows = json.loads(file.read())
-    yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
+    yield from numbered(f"{path}, entry", rows)
 
 
 def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -139,6 +139,12 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{path}, line {number}", line
+
+
+def numbered(place: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Rows, each with its place: a number from 1."""
+    for number, row in enumerate(rows, 1):
+        yield f"{place} {number}", row
 
 
 def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iterator[Row]:

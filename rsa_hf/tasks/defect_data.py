@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, read_table, sources_of
+from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, numbered, read_table, sources_of
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
@@ -151,7 +151,7 @@ def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[s
     """The rows of a split's file or data set, each with its place."""
     if config.dataset_name is None:
         return read_table(source)
-    return ((f"{config.dataset_name}, {split} row {number}", row) for number, row in enumerate(source, 1))
+    return numbered(f"{config.dataset_name}, {split} row", source)
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:

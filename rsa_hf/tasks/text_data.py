@@ -12,7 +12,15 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import DataSource, checked, json_lines, kind_of_file, open_compressed, sources_of
+from rsa_hf.tasks.data_files import (
+    DataSource,
+    checked,
+    json_lines,
+    kind_of_file,
+    numbered,
+    open_compressed,
+    sources_of,
+)
 
 
 @dataclass
@@ -113,25 +121,31 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
                 f"text_column_name={column!r}: the {split} split of {config.dataset_name} has the columns "
                 f"{', '.join(rows.column_names)}."
             )
+    name = config.dataset_name
     return {
-        split: (_with_line_end(row[column]).encode() for row in rows.select_columns(column))
+        split: _documents(numbered(f"{name}, {split} row", rows.select_columns(column)), column)
         for split, rows in sources.items()
     }
 
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
-    if kind_of_file(path) not in (".jsonl", ".ndjson", ".json"):
-        with open_compressed(path) as file:
-            while piece := file.read(2**16):
-                yield piece
+    if kind_of_file(path) in (".jsonl", ".ndjson", ".json"):
+        yield from _documents(json_lines(path), field)
         return
+    with open_compressed(path) as file:
+        while piece := file.read(2**16):
+            yield piece
+
+
+def _documents(rows: Iterable[tuple[str, Any]], field: str) -> Iterator[bytes]:
+    """The texts of rows, each with its place."""
 
     def document(row: Any) -> bytes:
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
             raise ValueError(f"no text in the field {field!r}; text_column_name names another")
         return _with_line_end(row[field]).encode()
 
-    yield from checked(json_lines(path), document)
+    yield from checked(rows, document)
 
 
 def _with_line_end(text: str) -> str:

@@ -62,12 +62,13 @@ def test_bad_rows_are_reported_together(tmp_path, hub_data, number):
     """The first ten of them and the number, of files by line and of data sets by split and row."""
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD, *['{"func": "f", "target": 7, "text": 1}'] * number, GOOD]))
-    bad = {"func": ["f"] * (number + 1), "target": [0] + [7] * number}
-    hub_data.returns = {"train": bad, "validation": {"func": ["f", "g"], "target": [0, 1]}}
+    bad = {"func": ["f"] * (number + 1), "target": [0] + [7] * number, "text": ["f"] + [None] * number}
+    hub_data.returns = {"train": bad, "validation": {"func": ["f", "g"], "target": [0, 1], "text": ["f", "g"]}}
     for read, place in (
         (lambda: read_examples(json_lines(path), DefectDataConfig()), f"{path}, line"),
         (lambda: read_texts(LanguageModelingDataConfig(train_file=str(path))), f"{path}, line"),
         (lambda: load_defect_data(DefectDataConfig("owner/name")), "owner/name, train row"),
+        (lambda: read_texts(LanguageModelingDataConfig("owner/name")), "owner/name, train row"),
     ):
         with pytest.raises(ValueError, match="data.jsonl, line 2|train row 2") as error:
             read()
