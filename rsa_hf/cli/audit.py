@@ -10,6 +10,7 @@ import typer
 
 from rsa_hf.cli.common import help_with_keys, task_module
 from rsa_hf.utils.files import write_text
+from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.text import finite_or_null
 
 
@@ -30,4 +31,4 @@ def audit(
     report = defect.audit_data(context.args)
     print(defect.format_audit(report))
     if output is not None:
-        write_text(Path(output), json.dumps(finite_or_null(report), indent=2) + "\n")
+        write_text(Path(expanded(output)), json.dumps(finite_or_null(report), indent=2) + "\n")

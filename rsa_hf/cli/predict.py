@@ -10,6 +10,7 @@ import typer
 
 from rsa_hf.cli.common import help_with_keys, task_module
 from rsa_hf.utils.files import write_text
+from rsa_hf.utils.locate import expanded
 
 
 def predict(
@@ -32,4 +33,4 @@ def predict(
     if output is None:
         print(lines, end="")
     else:
-        write_text(Path(output), lines)
+        write_text(Path(expanded(output)), lines)

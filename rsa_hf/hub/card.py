@@ -92,7 +92,6 @@ def write_card(
     if not heads:
         raise ValueError("the model has no RSA heads, so it has no card. Call patch_model first.")
     path = Path(folder) / CARD
-    path.parent.mkdir(parents=True, exist_ok=True)
     present = path.read_text(encoding="utf-8") if path.exists() else None
     if present is not None and not _FRONT_MATTER.match(present):
         return None

@@ -84,7 +84,6 @@ def main(arguments: Sequence[str]) -> None:
         report = audit(splits, tokens, data.max_seq_length) | {"split_by": data.split_by}
         report["word_counts"] = words = word_count_baseline(splits)
         print(format_audit(report))
-        args.folder.mkdir(parents=True, exist_ok=True)
         write_text(args.folder / "audit.json", json.dumps(finite_or_null(report), indent=2) + "\n")
     collate = DataCollatorWithPadding(tokenizer)
     inputs = rows["train"].remove_columns("example_id")

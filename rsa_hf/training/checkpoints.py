@@ -84,7 +84,6 @@ class RunFolder:
 
     def write(self, **ended: str) -> None:
         """Write the settings, before the first step; once the run has ended, with its `result`, a table."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self._file, json.dumps({**self.content, **ended}, indent=2) + "\n")
 
 

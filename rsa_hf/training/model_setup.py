@@ -164,7 +164,6 @@ def patch_for_run(
             model.to(args.device)  # type: ignore[arg-type]  # transformers' decorator
             found = run_calibration(model, batches, seed=args.seed, **asdict(settings))
             print(found)
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps({"scores": found.scores, **found.to_dict()}, indent=2) + "\n")
             with suppress(ImportError):  # no matplotlib, as `finish_run` says
                 found.plot(path.with_suffix(".png"))

@@ -39,6 +39,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with storage_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with temporary.open("rb+") as file:  # otherwise the rename may reach the disk before the content
                 os.fsync(file.fileno())
