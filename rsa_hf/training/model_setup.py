@@ -76,6 +76,11 @@ def require_head(auto_class: Any, name: str) -> PreTrainedModel:
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{name} has no {missing}: it was not trained for this task. Name a checkpoint that was.")
+    others = sorted(key for key in info["unexpected_keys"] if not key.startswith(f"{model.base_model_prefix}."))
+    if others:  # a head of another task; that of a language model may be tied, so that nothing is missing
+        raise ValueError(
+            f"{name} has {', '.join(others)}: it was trained for another task. Name a checkpoint of this."
+        )
     return model
 
 

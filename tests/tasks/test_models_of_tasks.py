@@ -104,6 +104,9 @@ def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_class
     llama = save(tmp_path, CONFIGS["llama"](), AutoModelForSequenceClassification)
     with pytest.raises(ValueError, match=r"has no lm_head\.weight"):
         language_modeling.evaluate(llama, "test", [])
+    tied = save(tmp_path / "tied", CONFIGS["gpt2"](), AutoModelForSequenceClassification)
+    with pytest.raises(ValueError, match=r"has score\.weight"):
+        language_modeling.evaluate(tied, "test", [])
 
 
 @pytest.mark.parametrize(
