@@ -72,6 +72,9 @@ def main(arguments: Sequence[str]) -> None:
         if folder.had_finished():
             return
         model, tokenizer = _model_and_tokenizer(run.model, data)
+    saved = {name: getattr(data, name) for name in CUTTING}
+    setattr(model.config, SAVED, saved)  # in each checkpoint
+    tokenizer.model_max_length = data.max_seq_length
     if len({example.target for example in splits.get("validation", [])}) < 2:
         raise ValueError(
             "the data has no validation split of both classes to choose the best model by. Add one, or make one from "
@@ -111,8 +114,7 @@ def main(arguments: Sequence[str]) -> None:
     threshold = choose_threshold(*logits["validation"])
     scores = {split: _scores(splits[split], found, threshold) for split, found in logits.items()}
     assert trainer.model is not None
-    setattr(trainer.model.config, SAVED, {"threshold": threshold, **{name: getattr(data, name) for name in CUTTING}})
-    tokenizer.model_max_length = data.max_seq_length
+    setattr(trainer.model.config, SAVED, {"threshold": threshold, **saved})
     table, notes = [], []
     if args.should_save:
         for split, found in logits.items():

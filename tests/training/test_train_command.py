@@ -128,8 +128,12 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     low, high = scores.pop("intervals")["accuracy"]
     assert low <= scores["accuracy"] <= high
     assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores}
+    same = json.loads(run("evaluate", "defect", tmp_path / "out" / "checkpoint-3", "--test_file", functions)[1])
+    assert same["roc_auc"] == pytest.approx(scores["roc_auc"])  # cut alike, without the config
     at = json.loads(run(*evaluation, "--threshold", 1)[1])["accuracy_at_threshold"]
     assert at == sum(json.loads(line)["target"] == 0 for line in functions.read_text().splitlines()) / 42
+    assert run("predict", tmp_path / "out", functions, f"--output={tmp_path}/new/scores.jsonl")[0] == 0
+    assert (tmp_path / "new" / "scores.jsonl").read_text() == (tmp_path / "out" / "predictions.jsonl").read_text()
     predictions = (tmp_path / "out" / "predictions.txt").read_text().split()
     assert len(predictions) == 2 * 42
 
