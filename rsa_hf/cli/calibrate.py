@@ -64,7 +64,8 @@ def calibrate(
     from rsa_hf.utils.files import storage_errors
 
     if text is not None:
-        model, train_rows, collate = load_checkpoint(base), _blocks_of(base, text, length), default_collate
+        model = load_checkpoint(base)
+        train_rows, collate = _blocks_of(model, base, text, length), default_collate
     else:
         settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
         model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
@@ -85,12 +86,24 @@ def calibrate(
     print(f"written: {folder}")
 
 
-def _blocks_of(base: str, text: str, length: int) -> Any:
-    """The blocks of a text file, tokenized for a model."""
+def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
+    """The blocks of a text file, tokenized for a language model."""
     from rsa_hf.tasks.text_blocks import TrainingBlocks
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
-    from rsa_hf.training.model_setup import load_tokenizer
+    from rsa_hf.training.model_setup import load_tokenizer, require_inputs_fit
 
-    content = read_texts(LanguageModelingDataConfig(test_file=expanded(text)), "test")["test"].decode()
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ValueError(
+            f"{base} is a {type(model).__name__}: --text is for causal language models, which predict the next token. "
+            "Give --config and --task for another."
+        )
+    content = read_texts(LanguageModelingDataConfig(test_file=expanded(text)), "test")["test"]
     tokenizer = load_tokenizer(base)
-    return TrainingBlocks(tokenizer(content, return_tensors="pt", verbose=False).input_ids[0], length)
+    try:
+        ids = tokenizer(content.decode(), return_tensors="pt", verbose=False).input_ids[0]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not in UTF-8 ({error}). Convert it.") from error
+    if not 2 <= length <= len(ids):
+        raise ValueError(f"--length={length}: from 2 to the tokens of {text}, {len(ids)}.")
+    require_inputs_fit(model, tokenizer, length, "--length")
+    return TrainingBlocks(ids, length)

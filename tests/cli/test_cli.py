@@ -9,10 +9,10 @@ from importlib import metadata
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import rsa_hf.integration
-from families import CONFIGS, FULL_PLAN, build, build_language_model
+from families import CONFIGS, FULL_PLAN, build
 from launching import ROOT, run_python
 from rsa_hf import RSAHeads, cli, is_patched, patch_model, rsa_report
 from rsa_hf.calibration import procedure
@@ -63,6 +63,10 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["patch", "{patched}", "out"], "already has RSA heads"),
         (["calibrate", "{patched}", "out", "--text", "text.txt"], "patched already"),
         (["calibrate", "{base}", "out", "--text", "x", "--config", "x"], "either --text FILE, or --config FILE"),
+        (["calibrate", "{base}", "out", "--text", "latin.txt"], "latin.txt is not in UTF-8"),
+        (["calibrate", "{base}", "out", "--text", "text.txt", "--length", "9999"], "--length=9999: from 2 to"),
+        (["calibrate", "{base}", "out", "--text", "text.txt", "--length", "300"], "--length=300: the model takes no"),
+        (["calibrate", "{masked}", "out", "--text", "text.txt"], "--text is for causal language models"),
         (["inspect", "./absent"], "there is no such folder"),
         (["inspect", "{base}"], "plain checkpoint"),
     ],
@@ -72,9 +76,12 @@ def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text\n" * 200)
+    (tmp_path / "latin.txt").write_bytes("é\n".encode("latin-1") * 200)
+    AutoModelForMaskedLM.from_config(CONFIGS["roberta"]()).save_pretrained(tmp_path / "masked")
     shutil.copytree(gpt2_folder, tmp_path / "patched")
-    patch_model(build_language_model("gpt2"), FULL_PLAN).save_pretrained(tmp_path / "patched")
-    code, out, err = run(*(argument.format(base=gpt2_folder, patched=tmp_path / "patched") for argument in arguments))
+    patch_model(AutoModelForCausalLM.from_pretrained(gpt2_folder)).save_pretrained(tmp_path / "patched")
+    places = {"base": gpt2_folder, "patched": tmp_path / "patched", "masked": tmp_path / "masked"}
+    code, out, err = run(*(argument.format(**places) for argument in arguments))
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert words in err
