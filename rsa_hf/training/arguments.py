@@ -180,8 +180,11 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     for part in parts:
         for each in fields(part):
             value = getattr(part, each.name)
-            if isinstance(value, str) and each.name.endswith(("_file", "_dir", "_name", "_or_path", "_checkpoint")):
-                setattr(part, each.name, expanded(value))
+            if each.name.endswith(("_file", "_dir", "_name", "_or_path", "_checkpoint")):
+                if isinstance(value, list):
+                    raise ValueError(f"{each.name}: {value} is a list, and one value is needed.")
+                if isinstance(value, str):
+                    setattr(part, each.name, expanded(value))
     given = {*content, *(word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--"))}
     model, rsa, data, training = parts
     return RunArguments(model, rsa, data, training, frozenset(given))
