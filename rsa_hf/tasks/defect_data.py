@@ -185,7 +185,9 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
         idx = next((str(row[name]) for name in NUMBER_COLUMNS if row.get(name) not in (None, "")), None)
         whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps has 7 as 7.0
-        time = None if config.time_column_name is None else _first_of((config.time_column_name,), row)[1]
+        time = (
+            None if config.time_column_name is None or not labelled else _first_of((config.time_column_name,), row)[1]
+        )
         if isinstance(time, str) and _NUMBER.fullmatch(time):  # as all values of a CSV are
             time = float(time)
         if time == "" or time != time:
@@ -199,7 +201,7 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         return [example, replace(example, func=text_of(row, name, fixed), target=0, idx=None, pair=0)]
 
     found = list(checked(rows, read))
-    if config.paired:
+    if config.paired and labelled:
         return _paired([example for examples in found for example in examples])
     examples = []
     for pair, members in enumerate(found):

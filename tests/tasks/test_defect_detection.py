@@ -101,7 +101,8 @@ def test_codexglue_finds_the_accuracy_of_a_run(data_folder, tmp_path):
         assert {part["label"]: part["score"] for part in answer}["defective"] == pytest.approx(each["score"], abs=1e-5)
     with lzma.open(tmp_path / "unlabelled.csv.xz", "wt", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["code"], *([function] for function in functions[:3])])
-    unlabelled = predict(str(output), str(tmp_path / "unlabelled.csv.xz"), [])
+    of_run = ["--paired", "--time_column_name=when"]  # a run's settings, which say nothing of unlabelled functions
+    unlabelled = predict(str(output), str(tmp_path / "unlabelled.csv.xz"), of_run)
     assert [each["idx"] for each in unlabelled] == [0, 1, 2]
     assert [each["score"] for each in unlabelled] == pytest.approx([each["score"] for each in found[:3]], abs=1e-5)
     audit = json.loads((output / "audit.json").read_text())
