@@ -92,7 +92,7 @@ def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
     from rsa_hf.training.model_setup import load_tokenizer, require_inputs_fit
 
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"{base} is a {type(model).__name__}: --text is for causal language models, which predict the next token. "
             "Give --config and --task for another."

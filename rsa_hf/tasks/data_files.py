@@ -9,7 +9,7 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,26 @@ def read_table(path: str | Path) -> Iterator[tuple[str, Any]]:
         rows = {b"": json_lines, b"{": json_lines, b"[": _json_array}.get(start, _csv_rows)
     try:
         yield from rows(path)
-    except (ArrowInvalid, UnicodeDecodeError, json.JSONDecodeError, RecursionError, csv.Error) as error:
+    except csv.Error as error:
+        raise ValueError(f"{path} is not CSV with commas: {error}.") from error
+    except (ArrowInvalid, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _parquet_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-    yield from numbered(f"{path}, row", rows)
+    file = ParquetFile(path)
+    schema = file.schema_arrow
+    features = datasets.Features.from_arrow_schema(schema) if b"huggingface" in (schema.metadata or {}) else None
+    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    yield from numbered(f"{path}, row", with_names_of_classes(rows, features))
+
+
+def with_names_of_classes(rows: Iterable[Any], features: Mapping[str, Any] | None) -> Iterator[Any]:
+    """Rows of a data set, with the names of classes in place of their numbers, whose order is the data set's own."""
+    classes = {name: kind for name, kind in (features or {}).items() if isinstance(kind, datasets.ClassLabel)}
+    for row in rows:
+        known = {name: row[name] for name in classes if row[name] is not None and row[name] >= 0}
+        yield {**row, **{name: classes[name].int2str(number) for name, number in known.items()}}
 
 
 def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,15 @@ from typing import Any, Literal
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import SPLITS, DataSource, checked, numbered, read_table, sources_of
+from rsa_hf.tasks.data_files import (
+    SPLITS,
+    DataSource,
+    checked,
+    numbered,
+    read_table,
+    sources_of,
+    with_names_of_classes,
+)
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
@@ -135,7 +143,8 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
         if not examples:
-            raise ValueError(f"the {split} split is empty, or nothing of it is left. Give it more functions.")
+            copies = " without copies of the others (deduplicate)" if split == "train" and config.deduplicate else ""
+            raise ValueError(f"the {split} split is empty, or nothing of it is left{copies}. Give it more functions.")
         if split == "train" and len({example.target for example in examples}) == 1:
             label = examples[0].target
             raise ValueError(f"all {len(examples)} training functions have the label {label}. Give both classes.")
@@ -151,7 +160,7 @@ def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[s
     """The rows of a split's file or data set, each with its place."""
     if config.dataset_name is None:
         return read_table(source)
-    return numbered(f"{config.dataset_name}, {split} row", source)
+    return numbered(f"{config.dataset_name}, {split} row", with_names_of_classes(source, source.features))
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
@@ -185,9 +194,8 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
         idx = next((str(row[name]) for name in NUMBER_COLUMNS if row.get(name) not in (None, "")), None)
         whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps has 7 as 7.0
-        time = (
-            None if config.time_column_name is None or not labelled else _first_of((config.time_column_name,), row)[1]
-        )
+        of_times = config.time_column_name if labelled else None
+        time = None if of_times is None else _first_of((of_times,), row)[1]
         if isinstance(time, str) and _NUMBER.fullmatch(time):  # as all values of a CSV are
             time = float(time)
         if time == "" or time != time:

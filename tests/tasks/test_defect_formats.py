@@ -4,12 +4,13 @@ import gzip
 import json
 import lzma
 
+import datasets
 import pandas as pd
 import pytest
 
 from rsa_hf.tasks import DefectDataConfig
 from rsa_hf.tasks.data_files import read_table
-from rsa_hf.tasks.defect_data import read_examples
+from rsa_hf.tasks.defect_data import load_defect_data, read_examples
 
 LONG = "int g() { return " + "1 + " * 40_000 + "1; }"  # 160,000 characters
 FUNCTIONS = [('int f(char *s)\n{\n  return s[0];  // "first", ü\n}', 1), (LONG, 0), ("void h() {}", 0)]
@@ -45,6 +46,20 @@ def as_parquet(rows):
 
 def read(path, **settings):
     return read_examples(read_table(path), DefectDataConfig(**settings))
+
+
+def test_classes_are_what_their_names_say(tmp_path):
+    """Their numbers have the order of the data set, whose first one may be of defective functions."""
+    features = datasets.Features(
+        {"func": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    rows = datasets.Dataset.from_dict({"func": ["f()", "g()"], "label": [0, 1]}, features)
+    rows.to_parquet(tmp_path / "train.parquet")
+    for source in ({"train_file": str(tmp_path / "train.parquet")}, {"dataset_name": str(tmp_path)}):
+        with pytest.raises(ValueError, match="label must be 0 or 1, got 'bad'; label_values sets other labels"):
+            load_defect_data(DefectDataConfig(**source))
+        found = load_defect_data(DefectDataConfig(**source, label_values=["good", "bad"]))["train"]
+        assert [(example.func, example.target) for example in found] == [("f()", 1), ("g()", 0)]
 
 
 @pytest.mark.parametrize("kind", [as_json_lines, as_json_array, as_csv, as_parquet])
