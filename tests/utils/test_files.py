@@ -19,6 +19,8 @@ def test_a_file_is_replaced_only_when_the_block_succeeds(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_missing_folder_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match="cannot write to .*/absent: No such file or directory"):
-        write_text(tmp_path / "absent" / "a", "text")
+def test_a_folder_is_made_and_a_file_in_its_place_is_a_storage_error(tmp_path):
+    write_text(tmp_path / "new" / "a", "text")
+    assert (tmp_path / "new" / "a").read_text() == "text"
+    with pytest.raises(StorageError, match="cannot write to .*/a: File exists"):
+        write_text(tmp_path / "new" / "a" / "b", "text")
