@@ -23,10 +23,10 @@ from datasets import load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, get_scheduler
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
 
 from rsa_hf import param_groups, patch_model, rsa_report
-from rsa_hf.training import shard_rsa_heads
+from rsa_hf.training import load_tokenizer, shard_rsa_heads
 
 
 def parse_args():
@@ -63,7 +63,7 @@ def parse_args():
 
 
 def load_model(args):
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     # In float32; `accelerate launch --mixed_precision bf16` computes in bfloat16.
     load = AutoModelForSequenceClassification.from_pretrained
     model = load(args.model_name_or_path, num_labels=2, dtype=torch.float32)

@@ -23,17 +23,17 @@ from accelerate.utils import set_seed
 from datasets import load_dataset
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from rsa_hf import param_groups, patch_model, rsa_report
-from rsa_hf.training import shard_rsa_heads
+from rsa_hf.training import load_tokenizer, shard_rsa_heads
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model_name_or_path", help="a pretrained model: a folder or a name on the Hub")
-    add("--model_type", help="or a model type of transformers, such as llama, for random weights")
+    add("--model_type", help="or, with --tokenizer_name, a model type such as llama, for random weights")
     add("--config_overrides", help="changes to the model's config: n_embd=128,resid_pdrop=0.2")
     add("--tokenizer_name", help="default: the model's own")
     add("--rsa", default="default", help="RSAConfig as JSON; 'default': RSAConfig(); 'none': the model as it is")
@@ -66,7 +66,7 @@ def parse_args():
 
 
 def load_model(args):
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     if args.model_name_or_path:  # in float32; `accelerate launch --mixed_precision bf16` computes in bfloat16
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     else:

@@ -4,6 +4,7 @@ from rsa_hf.training.arguments import ModelArguments, RSAArguments, RSATrainingA
 from rsa_hf.training.callbacks import RSACallback
 from rsa_hf.training.checkpoints import newest_whole_checkpoint
 from rsa_hf.training.fsdp import shard_rsa_heads
+from rsa_hf.training.model_setup import load_tokenizer
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs, param_groups
 from rsa_hf.training.rsa_trainer import RSATrainer
 
@@ -13,6 +14,7 @@ __all__ = [
     "RSACallback",
     "RSATrainer",
     "RSATrainingArguments",
+    "load_tokenizer",
     "newest_whole_checkpoint",
     "optimizer_cls_and_kwargs",
     "param_groups",

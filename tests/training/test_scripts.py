@@ -7,7 +7,7 @@ import shutil
 import pytest
 from accelerate import Accelerator
 from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, write_data
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from rsa_hf import is_patched, rsa_report
 from small_runs import assert_same_weights, saved_weights
@@ -72,6 +72,14 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
 def test_too_few_examples_for_a_step_are_refused(script, data, tmp_path):
     with pytest.raises(ValueError, match="too few for one step"):
         run_script(script, data, tmp_path / "out", "--per_device_train_batch_size", 1000)
+
+
+@each_script
+def test_a_folder_without_a_tokenizer_is_refused(script, data, tmp_path):
+    """transformers makes one of special tokens alone for it: all functions would be equal."""
+    BertConfig(vocab_size=100).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        run_script(script, data, tmp_path / "out", "--tokenizer_name", tmp_path / "bare")
 
 
 def test_documents_in_json_lines_are_read_as_texts(data, tmp_path):
