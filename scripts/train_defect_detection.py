@@ -70,6 +70,8 @@ def load_model(args):
     if tokenizer.pad_token is None:  # many decoders
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.model_max_length = args.max_length  # where pipelines cut functions
+    model.config.defect_detection = {"max_seq_length": args.max_length}  # and where rsa-hf predict and evaluate do
     if args.rsa != "none":  # RSA: before the optimiser is made
         patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
     return model, tokenizer
@@ -83,8 +85,7 @@ def load_functions(args, tokenizer):
         functions = load_dataset("json", data_files=files)
 
     def encode(rows):
-        tokens = tokenizer(rows["func"], truncation=True, max_length=min(args.max_length, tokenizer.model_max_length))
-        return {**tokens, "labels": [int(target) for target in rows["target"]]}
+        return {**tokenizer(rows["func"], truncation=True), "labels": [int(target) for target in rows["target"]]}
 
     return functions.map(encode, batched=True, remove_columns=functions["train"].column_names)
 

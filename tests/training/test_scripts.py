@@ -7,9 +7,16 @@ import shutil
 import pytest
 from accelerate import Accelerator
 from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, write_data
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+)
 
 from rsa_hf import is_patched, rsa_report
+from rsa_hf.tasks.defect_detection import predict
 from small_runs import assert_same_weights, saved_weights
 
 SCRIPTS = {LANGUAGE_MODEL: AutoModelForCausalLM, DEFECTS: AutoModelForSequenceClassification}
@@ -80,6 +87,24 @@ def test_a_folder_without_a_tokenizer_is_refused(script, data, tmp_path):
     BertConfig(vocab_size=100).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="no tokenizer"):
         run_script(script, data, tmp_path / "out", "--tokenizer_name", tmp_path / "bare")
+
+
+def test_predict_cuts_functions_as_they_were_in_training(data, tmp_path):
+    """Not as in the run that the model came from, nor with its threshold."""
+    start, out, functions = tmp_path / "start", tmp_path / "out", data[DEFECTS][5]
+    shutil.copytree(data[DEFECTS][1], start)
+    AutoConfig.from_pretrained(start, defect_detection={"threshold": 0.0, "max_seq_length": 32}).save_pretrained(start)
+    AutoTokenizer.from_pretrained(start, model_max_length=4).save_pretrained(start)
+    run_script(DEFECTS, data, out, "--model_name_or_path", start, "--max_length", 8, "--max_train_steps", 2)
+    rows = [json.loads(line) for line in functions.read_text().splitlines()]
+    inputs = AutoTokenizer.from_pretrained(start)(
+        [row["func"] for row in rows], truncation=True, max_length=8, padding=True, return_tensors="pt"
+    )
+    scores = SCRIPTS[DEFECTS].from_pretrained(out)(**inputs).logits.softmax(-1)[:, 1].tolist()
+    found = predict(str(out), str(functions), [])
+    assert [each["score"] for each in found] == pytest.approx(scores)
+    right = [(each["label"] == "defective") == row["target"] for each, row in zip(found, rows, strict=True)]
+    assert sum(right) / len(right) == json.loads((out / "all_results.json").read_text())["accuracy"]
 
 
 def test_documents_in_json_lines_are_read_as_texts(data, tmp_path):
