@@ -95,7 +95,7 @@ def _attention_with_rsa(
         require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if isinstance(keywords.get("cache"), PagedAttentionCache):
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
-    result = attend(query, value)
+    result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),
@@ -103,10 +103,10 @@ def _attention_with_rsa(
         attention_mask > -50 if type(module).__name__ in _HIDE_WITH_MINUS_100 else attention_mask,
         causal,
         # The masks of sdpa; an implementation that a user has registered may take them too.
-        aligned_top_left=query.shape[2] < key.shape[2] and MASKS.get(implementation) is MASKS["sdpa"],
+        aligned_top_left=has_more_keys and MASKS.get(implementation) is MASKS["sdpa"],
         # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
         flash=keywords if "flash" in implementation else None,
-        positions=positions_of_queries(module, keywords),
+        positions=positions_of_queries(module, keywords) if has_more_keys or attention_mask is not None else None,
     )
     return mixed, result[1]
 

@@ -60,9 +60,9 @@ class RSATrainer(Trainer):
             # The loss is a mean over the micro-batch: the Trainer divides it by the number of micro-batches.
             self.model_accepts_loss_kwargs = False
             args.train_sampling_strategy = "sequential"
-            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             if args.label_smoothing_factor:
                 raise ValueError("label_smoothing_factor: has no effect with carry_memory. Leave it out.")
+            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             if self._num_tracks != rows:
                 raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {rows} rows: one of each.")
 

@@ -63,7 +63,7 @@ def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_pat
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-@pytest.mark.skipif(not hasattr(modeling_swin, "ALL_ATTENTION_FUNCTIONS"), reason="Swin is beside the interface here")
+@pytest.mark.skipif(not hasattr(modeling_swin, "ALL_ATTENTION_FUNCTIONS"), reason="needs Swin on the interface")
 @pytest.mark.filterwarnings("ignore:unsupported mask")
 @torch.no_grad()
 def test_the_edge_of_a_shifted_image_is_not_crossed():

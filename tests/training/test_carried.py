@@ -126,5 +126,7 @@ def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path):
         run(tmp_path, gpt2())
     with pytest.raises(ValueError, match="the data has 4 tracks, but a step takes 6 rows"):
         run(tmp_path, lstm(), per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="label_smoothing_factor: has no effect"):
+        run(tmp_path, lstm(), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="returned no mems to carry"):
         run(tmp_path, transformer_xl(mem_len=0))
