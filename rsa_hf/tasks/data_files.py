@@ -60,6 +60,11 @@ class DataSource:
         """The files that are given, by split."""
         return {split: path for split in SPLITS if (path := getattr(self, f"{split}_file")) is not None}
 
+    @property
+    def origin(self) -> str:
+        """Where the data comes from, in words."""
+        return self.dataset_name or ", ".join(self.files.values()) or "the embedded data, as no file is named"
+
 
 def kind_of_file(path: str | Path) -> str:
     """The ending of a data file without that of its compression, such as `.jsonl`."""

@@ -97,6 +97,17 @@ def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_c
     assert "classifier.bias, classifier.weight: new" in capsys.readouterr().out
 
 
+def test_what_is_scored_is_said(gpt2, tmp_path, capsys):
+    detector = save(tmp_path / "detector", CONFIGS["bert"](), AutoModelForSequenceClassification)
+    defect_detection.evaluate(detector, "test", ["--max_eval_samples=2", "--max_seq_length=16"])
+    language_modeling.evaluate(gpt2, "test", ["--max_eval_bytes=200", "--block_size=32"])
+    assert capsys.readouterr().err.count("test of the embedded data") == 2
+    (tmp_path / "rows.jsonl").write_text('{"func": "int a;", "target": 0}\n{"func": "int b;", "target": 1}\n')
+    settings = [f"--test_file={tmp_path}/rows.jsonl", "--max_seq_length=16"]
+    defect_detection.evaluate(detector, "test", settings)
+    assert "scored: 2 functions, test of " + str(tmp_path / "rows.jsonl") in capsys.readouterr().err
+
+
 def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_classes, tmp_path):
     for model, message in ((three_classes, "3 classes"), (gpt2, r"has no score\.weight")):
         with pytest.raises(ValueError, match=message):
