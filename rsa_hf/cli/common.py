@@ -49,6 +49,11 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     place = locate(name)
     if place.startswith((".", "/")) and not Path(place).is_dir():
         raise ValueError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
+    if Path(place, "adapter_config.json").is_file() and not Path(place, "config.json").exists():
+        raise ValueError(
+            f"{name} is a PEFT adapter, not a model. In Python: "
+            f"rsa_hf.peft.load(base, {name!r}).merge_and_unload().save_pretrained(folder); then name that folder."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(place)
         named = config.architectures[0] if config.architectures else "AutoModel"

@@ -69,6 +69,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["calibrate", "{masked}", "out", "--text", "text.txt"], "--text is for causal language models"),
         (["inspect", "./absent"], "there is no such folder"),
         (["inspect", "{base}"], "plain checkpoint"),
+        (["inspect", "adapter"], "adapter is a PEFT adapter, not a model"),
     ],
 )
 def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
@@ -79,6 +80,8 @@ def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
     (tmp_path / "latin.txt").write_bytes("é\n".encode("latin-1") * 200)
     AutoModelForMaskedLM.from_config(CONFIGS["roberta"]()).save_pretrained(tmp_path / "masked")
     shutil.copytree(gpt2_folder, tmp_path / "patched")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     patch_model(AutoModelForCausalLM.from_pretrained(gpt2_folder)).save_pretrained(tmp_path / "patched")
     places = {"base": gpt2_folder, "patched": tmp_path / "patched", "masked": tmp_path / "masked"}
     code, out, err = run(*(argument.format(**places) for argument in arguments))
