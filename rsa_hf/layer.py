@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.utils import logging
 
 from rsa_hf.config import LayerSpec
@@ -75,7 +76,10 @@ class RSAHeads(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
-                parameter.copy_(start if name == "free_lags" else start / self.spec.parameter_scale)
+                start = start if name == "free_lags" else start / self.spec.parameter_scale
+                if isinstance(parameter, DTensor):  # each process has the start: None sends nothing
+                    start = distribute_tensor(start, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(start)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`."""
@@ -161,9 +165,8 @@ class RSAHeads(nn.Module):
 
         had_values = not self.mu.is_meta
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
-        if not (had_values or self.mu.is_meta) and type(self.mu) is nn.Parameter:
-            # to_empty() leaves the memory as it was. A DTensor is filled by whoever sharded it.
-            self.reset_parameters()
+        if not (had_values or self.mu.is_meta):
+            self.reset_parameters()  # to_empty() leaves the memory as it was
         return self
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
 
 from launching import run_processes
@@ -89,6 +89,17 @@ def test_without_fsdp_shard_rsa_heads_does_nothing():
     before = type(model.model.layers[0].self_attn.rsa)
     shard_rsa_heads(model, Accelerator(cpu=True))
     assert type(model.model.layers[0].self_attn.rsa) is before
+
+
+def test_a_model_sharded_on_the_meta_device_starts_where_the_plan_says(one_process):
+    expected = single.language_model()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(expected.config)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items() if ".rsa." in name)
 
 
 # --- FSDP1 ----------------------------------------------------------------------------------------------------------
