@@ -18,8 +18,9 @@ from torch import Tensor
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, document_index, lags, remembered
 from rsa_hf.rem import is_recorded, is_transformed
 
-# Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models; anything above is a bias.
-HIDDEN_AT_OR_BELOW = -1e4
+# Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models, to which a position bias may be
+# added; anything above is a bias alone.
+HIDDEN_AT_OR_BELOW = -9e3
 
 
 def read_attention_mask(
