@@ -184,16 +184,15 @@ _ARGUMENTS = (
 )
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
 _LIBRARY = torch.library.Library("rsa_hf", "DEF")
-for _name in ("recurrence", "walk"):
-    _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-for _name in ("recurrence_backward", "walk_backward", "differentiable_backward"):
-    _LIBRARY.define(
-        f"{_name}(Tensor grad, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * _TENSORS)})",
-        tags=torch.Tag.pt2_compliant_tag,
-    )
+_GRADIENTS = ", ".join(["Tensor"] * _TENSORS)
+for _name, _kind in (("recurrence", "int[]"), ("walk", "Tensor")):
+    _taken = _ARGUMENTS.replace("int[] layout", f"{_kind} layout")
+    _LIBRARY.define(f"{_name}({_taken}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.define(f"{_name}_backward(Tensor grad, {_taken}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(f"differentiable_backward(Tensor grad, {_taken}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
 
 
-def _arguments(problem: Problem, numbers: Sequence[int]) -> tuple[Any, ...]:
+def _arguments(problem: Problem, numbers: Sequence[int] | Tensor) -> tuple[Any, ...]:
     """The arguments of the operators; `numbers` are those of the layout."""
     layout, mask = problem.layout, problem.mask
     return (
@@ -214,6 +213,8 @@ def _problem(*arguments: Any) -> Problem:
         read = AttentionMask(query_length, S, query_offset, causal, key_mask, documents, window, visible)
     else:
         read = remembered(read_mask, mask, query_length, S, causal)
+    if isinstance(numbers, Tensor):
+        numbers = numbers.flatten().tolist()
     layout = Layout.from_numbers(numbers, scale, K)
     return Problem(value, attention, Learned(*learned), layout, groups, read)
 

@@ -5,7 +5,6 @@ Notation: batch B, heads of the layer H, RSA heads R, value heads Hv, queries T,
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +44,10 @@ class Layout:
         return tuple(row.head for row in self.rows)
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """All rows, one after the other."""
-        return tuple(itertools.chain.from_iterable(self.rows))
+    def numbers(self) -> Tensor:
+        """The rows, [R, 6], for the C++."""
+        with torch.inference_mode(False):  # a later call may need them for a backward pass
+            return torch.tensor(self.rows, device="cpu")
 
     def of_run(self, run: range) -> Layout:
         """The RSA heads in a run of the layer's heads, with indices in the run."""

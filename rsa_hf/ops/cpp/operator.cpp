@@ -21,16 +21,16 @@ namespace {
 
 using torch::jit::Stack;
 
-// `Problem.tensors` of problem.py: what has a gradient. Undefined ones are missing.
-enum { VALUE, ATTENTION, MU, ETA, NU, THETA, FREE_LAGS, TENSORS };
+// The arguments in the order of autograd.py, which declares the operators. First the tensors, those with a gradient
+// (`Problem.tensors` of problem.py) before the others; undefined ones are missing, `mask` and `visible` always.
+enum {
+  VALUE, ATTENTION, MU, ETA, NU, THETA, FREE_LAGS, GRADIENTS,
+  MASK = GRADIENTS, KEY_MASK, DOCUMENTS, VISIBLE, LAYOUT, TENSORS
+};
 using Tensors = std::array<at::Tensor, TENSORS>;
 
-// The other arguments, in the order of autograd.py, which declares the operators. `mask` and `visible` are None here.
-enum {
-  MASK, KEY_MASK, DOCUMENTS, VISIBLE, LAYOUT, SCALE, NUM_FREE_LAGS, NUM_KEY_VALUE_GROUPS, QUERY_LENGTH, QUERY_OFFSET,
-  CAUSAL, SLIDING_WINDOW, OTHERS
-};
-using Others = c10::intrusive_ptr<c10::ivalue::Tuple>;
+enum { SCALE, NUM_FREE_LAGS, NUM_KEY_VALUE_GROUPS, QUERY_LENGTH, QUERY_OFFSET, CAUSAL, SLIDING_WINDOW, OTHERS };
+using Others = c10::IValue;  // a list: compiled autograd cannot hash a tuple
 
 constexpr Index WORTH_A_THREAD = 1 << 15;  // numbers
 constexpr Index FEW_QUERIES = 16;          // as in mask.py
@@ -72,17 +72,15 @@ at::Tensor empty_rows(const at::Tensor& like, at::ScalarType dtype) {
 // A `Problem`, and the tensors whose memory it reads.
 struct Read {
   Problem problem{};
-  std::vector<int64_t> layout;
   std::vector<at::Tensor> kept;
   at::ScalarType dtype;
 
   Read(const Tensors& tensors, const Others& arguments) : dtype(working_dtype(tensors[VALUE])) {
-    const auto& others = arguments->elements();
+    const auto others = arguments.toListRef();
     const auto& value = tensors[VALUE];
     Problem& p = problem;
-    layout = others[LAYOUT].toIntVector();
-    p.layout = reinterpret_cast<const Row*>(layout.data());
-    p.heads = layout.size() / (sizeof(Row) / sizeof(Index));
+    p.layout = static_cast<const Row*>(pointer(tensors[LAYOUT]));
+    p.heads = tensors[LAYOUT].numel() / (sizeof(Row) / sizeof(Index));
     p.rows = value.size(0);
     p.channels = value.size(3);
     p.queries = others[QUERY_LENGTH].toInt();
@@ -94,8 +92,8 @@ struct Read {
     p.threads = std::max<Index>(p.threads, 1);
     const auto window = others[SLIDING_WINDOW].isNone() ? 0 : others[SLIDING_WINDOW].toInt();
     p.window = window < p.keys ? window : 0;
-    std::tie(p.key_mask, p.key_mask_row) = row_of_keys<bool>(others[KEY_MASK], at::kBool);
-    std::tie(p.documents, p.documents_row) = row_of_keys<int64_t>(others[DOCUMENTS], at::kLong);
+    std::tie(p.key_mask, p.key_mask_row) = row_of_keys<bool>(tensors[KEY_MASK], at::kBool);
+    std::tie(p.documents, p.documents_row) = row_of_keys<int64_t>(tensors[DOCUMENTS], at::kLong);
     p.scale = others[SCALE].toDouble();
     p.free_lags_of_head = others[NUM_FREE_LAGS].toInt();
     p.mu = learned(tensors[MU]);
@@ -129,9 +127,9 @@ struct Read {
  private:
   // [B or 1, S], and the step from row to row.
   template <typename Number>
-  std::pair<const Number*, Index> row_of_keys(const c10::IValue& given, at::ScalarType dtype) {
-    if (given.isNone()) return {};
-    const auto tensor = in_dtype(given.toTensor(), dtype).contiguous();
+  std::pair<const Number*, Index> row_of_keys(const at::Tensor& given, at::ScalarType dtype) {
+    if (!given.defined()) return {};
+    const auto tensor = in_dtype(given, dtype).contiguous();
     return {static_cast<const Number*>(pointer(tensor)), tensor.size(0) == 1 ? 0 : tensor.size(1)};
   }
 
@@ -192,7 +190,7 @@ Tensors backward(const at::Tensor& grad, const Tensors& tensors, const Others& o
     copy_other_heads(p, grad, found[ATTENTION]);
   }
   Learned* sums[] = {&p.dmu, &p.deta, &p.dnu, &p.dtheta, &p.dfree_lags};
-  for (int i = MU; i < TENSORS; i++) {
+  for (int i = MU; i < GRADIENTS; i++) {
     if (!tensors[i].defined()) continue;
     const auto dtype = tensors[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     found[i] = empty(tensors[i].sizes(), dtype);
@@ -204,18 +202,20 @@ Tensors backward(const at::Tensor& grad, const Tensors& tensors, const Others& o
   p.dattention = read.rows(found[ATTENTION], true);
   p.dvalue = read.rows(found[VALUE]);
   read.solve(Pass::BACKWARD);
-  for (int i = 0; i < TENSORS; i++)
+  for (int i = 0; i < GRADIENTS; i++)
     if (found[i].defined()) found[i] = in_dtype(found[i], tensors[i].scalar_type());
   return found;
 }
 
 // --- autograd -------------------------------------------------------------------------------------------------------
 
+bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
+
 // Whether a gradient is a plain tensor, and nothing differentiates it again.
 bool is_plain(const at::Tensor& grad) {
   using Key = c10::DispatchKey;
   const c10::DispatchKeySet wrapped{Key::Batched, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Python};
-  return !at::GradMode::is_enabled() && !grad.key_set().has_any(wrapped) && !grad._fw_grad(0).defined();
+  return !at::GradMode::is_enabled() && !grad.key_set().has_any(wrapped) && !has_tangent(grad);
 }
 
 // The same gradients from plain PyTorch: the operator `differentiable_backward` of autograd.py.
@@ -223,10 +223,10 @@ Tensors backward_in_pytorch(const at::Tensor& grad, const Tensors& tensors, cons
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("rsa_hf::differentiable_backward", "");
   Stack stack{grad};
   for (const auto& tensor : tensors) stack.push_back(tensor.defined() ? c10::IValue(tensor) : c10::IValue());
-  for (const auto& other : others->elements()) stack.push_back(other);
+  for (const auto& other : others.toListRef()) stack.push_back(other);
   op.callBoxed(&stack);
   Tensors found;
-  for (int i = 0; i < TENSORS; i++)
+  for (int i = 0; i < GRADIENTS; i++)
     if (tensors[i].defined()) found[i] = stack[i].toTensor();
   return found;
 }
@@ -238,9 +238,7 @@ struct Walk : torch::autograd::Function<Walk> {
   // `given` are those of the tensors that are defined: autograd knows what it sees in a list.
   static at::Tensor forward(Context* context, at::TensorList given, const Tensors& tensors, const Others& others) {
     context->save_for_backward(List(tensors.begin(), tensors.end()));
-    c10::impl::GenericList kept(c10::AnyType::get());  // compiled autograd cannot hash a tuple
-    for (const auto& other : others->elements()) kept.push_back(other);
-    context->saved_data["others"] = kept;
+    context->saved_data["others"] = others;
     return rsa_hf::forward(tensors, others);
   }
 
@@ -248,11 +246,11 @@ struct Walk : torch::autograd::Function<Walk> {
     const auto saved = context->get_saved_variables();
     Tensors tensors;
     std::copy(saved.begin(), saved.end(), tensors.begin());
-    const Others others = c10::ivalue::Tuple::create(context->saved_data["others"].toListRef().vec());
+    const Others others = context->saved_data["others"];
     const auto found = is_plain(grads[0]) ? rsa_hf::backward(grads[0], tensors, others)
                                           : backward_in_pytorch(grads[0], tensors, others);
     List results = defined(found);
-    results.resize(results.size() + 2);  // of `tensors` and `others`
+    results.resize(defined(tensors).size() + 2);  // and `tensors` and `others`
     return results;
   }
 
@@ -271,7 +269,9 @@ std::pair<Tensors, Others> take(Stack* stack) {
   const auto first = stack->end() - OTHERS - TENSORS;
   Tensors tensors;
   std::transform(first, first + TENSORS, tensors.begin(), tensor_or_undefined);
-  const Others others = c10::ivalue::Tuple::create(std::vector<c10::IValue>(first + TENSORS, stack->end()));
+  c10::impl::GenericList others(c10::AnyType::get());
+  others.reserve(OTHERS);
+  std::for_each(first + TENSORS, stack->end(), [&](c10::IValue& other) { others.push_back(std::move(other)); });
   stack->erase(first, stack->end());
   return {tensors, others};
 }
@@ -281,16 +281,20 @@ void walk(const c10::OperatorHandle&, Stack* stack) {
   stack->push_back(forward(tensors, others));
 }
 
+// Without a gradient to compute later, `Walk` would take half of the time of a small problem.
 void differentiable_walk(const c10::OperatorHandle&, Stack* stack) {
   const auto [tensors, others] = take(stack);
-  stack->push_back(Walk::apply(at::TensorList(Walk::defined(tensors)), tensors, others));
+  const bool is_plain = !at::GradMode::is_enabled() && std::none_of(tensors.begin(), tensors.end(), has_tangent);
+  stack->push_back(is_plain ? forward(tensors, others)
+                            : Walk::apply(at::TensorList(Walk::defined(tensors)), tensors, others));
 }
 
 void walk_backward(const c10::OperatorHandle&, Stack* stack) {
   const auto [tensors, others] = take(stack);
   const auto grad = torch::jit::pop(*stack).toTensor();
-  for (const auto& found : backward(grad, tensors, others))
-    stack->push_back(found.defined() ? found : empty({0}, grad.scalar_type()));
+  const auto found = backward(grad, tensors, others);
+  for (int i = 0; i < GRADIENTS; i++)
+    stack->push_back(found[i].defined() ? found[i] : empty({0}, grad.scalar_type()));
 }
 
 using torch::CppFunction;
