@@ -173,9 +173,6 @@ def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
         assert not torch.equal(heads.rems_and_gate()[0].decay, expected)
 
 
-# --- the others -----------------------------------------------------------------------------------------------------
-
-
 def test_a_measured_tuning_is_not_used_where_results_must_be_deterministic(monkeypatch):
     tuning = pytest.importorskip("rsa_hf.ops.triton.tuning")
     options = tuning.candidates("forward", 64, 16)

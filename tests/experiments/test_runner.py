@@ -296,9 +296,6 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     assert len(configuration["cells"]) == configuration["planned"] == 11
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_is_made_once_for_its_settings(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE, str(tmp_path))
     made = []
@@ -315,9 +312,6 @@ def test_a_file_is_made_once_for_its_settings(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         cached("y", {}, ".txt", make)
     assert cached("y", {}, ".txt", make).read_text() == "4"  # not what was half written
-
-
-# --- the command line -----------------------------------------------------------------------------------------------
 
 
 def test_the_command_line(capsys, tmp_path):

@@ -127,9 +127,6 @@ def test_lora_and_rsa_merge_to_the_same_outputs(name):
     assert relative_error(unpatch_model(merged)(**batch)[0], found) > 1e-2
 
 
-# --- GPT-2: one setting, under eager attention alone ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("patched_under", ["sdpa", "eager"])
 @torch.no_grad()
 def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_under):
@@ -142,9 +139,6 @@ def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_und
     model.set_attn_implementation("eager")
     assert relative_error(model(**batch)[0][real], expected[real]) <= 1e-5
     assert relative_error(plain[real], expected[real]) > 1e-2
-
-
-# --- XLNet: memories, two streams -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -180,9 +174,6 @@ def test_memories_and_both_streams_are_equation_4(monkeypatch):
         assert relative_error(mixed.transpose(0, 1), dense(visible=visible | True)) > 1e-2
 
 
-# --- flash attention, with a stand-in for its kernel ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "modeling", "kind"),
     [
@@ -209,9 +200,6 @@ def test_classes_for_flash_attention_give_the_results_of_sdpa(name, modeling, ki
     torch.testing.assert_close(uncached(flash, batch)[real], uncached(plain, batch)[real], rtol=1e-4, atol=1e-5)
     for pieces in PIECES.values():
         assert difference(flash, batch, pieces, DynamicCache(config=flash.config)) <= 1e-5
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_a_method_with_other_parameters_is_refused(monkeypatch):

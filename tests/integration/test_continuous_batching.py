@@ -62,9 +62,6 @@ def off_by(outputs, expected):
     return float((found - wanted).abs().max())
 
 
-# --- right ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate(family, attention):

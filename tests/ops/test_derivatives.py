@@ -108,9 +108,6 @@ def test_all_modes_agree_with_finite_differences(masks):
     assert torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=True)
 
 
-# --- graphs ---------------------------------------------------------------------------------------------------------
-
-
 def rates_second_derivatives(function, tensors):
     first = torch.autograd.grad(function(*tensors).sin().sum(), tensors, create_graph=True)
     return torch.cat([x.flatten() for x in torch.autograd.grad(sum(x.square().sum() for x in first), tensors)])

@@ -80,9 +80,6 @@ def _version(name):
         return "–"
 
 
-# --- fixtures -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def tokenizer(data_folder):
     tokenizer = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2")

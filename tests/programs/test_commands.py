@@ -30,9 +30,6 @@ def has_moved(folder, patched):
     return all(not torch.equal(value, before[name]) for name, value in rsa_tensors(folder).items())
 
 
-# --- lm-eval ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.program(
     "lm_eval", "`lm_eval --model hf` on three paradigms of BLiMP: the accuracy of the log-likelihoods"
 )

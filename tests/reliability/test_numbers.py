@@ -38,9 +38,6 @@ MASKS = (
 GRADIENTS = ("dV", "d decay", "d theta")
 
 
-# --- P V -----------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def problems(draw, dtypes=DTYPES, sizes=SIZES):
     """The arguments of `rem_product` as (positional, keywords), which keys each query sees, and weights of a loss."""
@@ -174,8 +171,6 @@ def test_gradients_of_shared_values_are_rounded_once(dtype):
     off = (found.double() - exact).abs() - torch.finfo(dtype).eps * exact.abs()
     assert float(off[fits].max()) <= 1e-5 * large * T  # false for NaN
 
-
-# --- long texts ----------------------------------------------------------------------------------------------------
 
 LONG = 20_000
 HEADS = [

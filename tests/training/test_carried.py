@@ -118,9 +118,6 @@ def test_two_processes_that_are_killed_and_continued_carry_like_one(tmp_path):
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------
-
-
 def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a GPT2LMHeadModel carries nothing"):
         run(tmp_path, gpt2())

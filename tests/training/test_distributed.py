@@ -13,9 +13,6 @@ from small_runs import saved_weights
 CONFIGS = ROOT / "configs" / "accelerate"
 
 
-# --- the configs ----------------------------------------------------------------------------------------------------
-
-
 SAYS = {
     "single_cpu": {"use_cpu": True},
     "two_cpus_gloo": {"use_cpu": True, "multi_gpu": True, "use_fsdp": False},
@@ -35,9 +32,6 @@ def test_every_config_launches_what_its_name_says(name):
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
     for key, value in {**SAYS[name], **{key: given[key] for key in ("num_processes", "mixed_precision")}}.items():
         assert str(getattr(args, key)).lower() == str(value).lower(), key
-
-
-# --- two processes --------------------------------------------------------------------------------------------------
 
 
 def launch(*command, **options):

@@ -62,9 +62,6 @@ def test_bf16_leaves_gates_and_rates_in_float32(tmp_path):
     assert losses(trainer) == pytest.approx(losses(reference), rel=1e-2)
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
-
-
 PLAN = {"num_regular": 1, "num_dilated_regular": 1, "dilation": 3, "gate_init": 0.5}
 
 
