@@ -28,9 +28,6 @@ def patched(tmp_path):
     return model, tmp_path / "patched"
 
 
-# --- patch, inspect -----------------------------------------------------------------------------------------------
-
-
 def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer):
     base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     for part in (base, tokenizer):
@@ -68,6 +65,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["calibrate", "{base}", "out", "--text", "text.txt", "--length", "300"], "--length=300: the model takes no"),
         (["calibrate", "{masked}", "out", "--text", "text.txt"], "--text is for causal language models"),
         (["inspect", "./absent"], "there is no such folder"),
+        (["doctor", "--model", "./absent"], "there is no such folder"),
         (["inspect", "{base}"], "plain checkpoint"),
         (["inspect", "adapter"], "adapter is a PEFT adapter, not a model"),
     ],
@@ -153,9 +151,6 @@ def test_a_fault_keeps_its_traceback(patched, monkeypatch):
     monkeypatch.setattr("rsa_hf.report.rsa_report", lambda model: [][1])
     with pytest.raises(IndexError):
         cli.main()
-
-
-# --- doctor, help -------------------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_no_fault_here(run):
