@@ -50,11 +50,17 @@ def agreement(T=21, S=None, groups=1, heads=(0, 2, 3), hidden=None, dtype=torch.
 
 
 PADDING = torch.arange(21)[None] < torch.tensor([[5], [0]])
+HIDDEN = {
+    "hidden": torch.arange(30) == torch.tensor([[21], [22]]),
+    "documents": torch.arange(30)[None] // torch.tensor([[16], [40]]),
+}
 CASES = {
     "causal": {},
     "bidirectional": {"causal": False},
     "keys before the queries": {"T": 18, "S": 30},
     "a few queries": {"T": 3, "S": 30, "offset": 11},
+    "a few queries, bidirectional": {"T": 5, "S": 30, "offset": 20, "causal": False},
+    "a few queries, all masks": {"T": 5, "S": 30, "offset": 20, "window": 7, **HIDDEN},
     "padding": {"hidden": PADDING},
     "documents": {"documents": torch.arange(21)[None] // torch.tensor([[6], [13]]), "causal": False},
     "window": {"window": 5, "hidden": PADDING},
