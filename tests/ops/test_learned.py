@@ -1,6 +1,8 @@
-"""From the parameters of a layer to its output, and back to their gradients, on every backend, against dense P."""
+"""From the parameters of a layer to its output, and back to their gradients, on every backend, against dense P.
 
-import math
+reliability/test_numbers_models.py has shut gates.
+"""
+
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from references import equation_4, relative_error
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.ops.mask import AttentionMask
 
-T, H, D = 37, 8, 5
+H, D = 8, 5
 PAIRS = RSAConfig(num_regular=1, num_cyclical_pairs=2, num_dilated_cyclical_pairs=1, dilation=[2, 3])
 UNTIED = [replace(head, pair=None) for head in PAIRS.counted_heads(0, H)]
 # Each with its number of value heads.
@@ -35,9 +37,8 @@ def layer(config):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("config", "value_heads"), CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.usefixtures("backend")
-def test_gradients_of_the_parameters_agree_with_dense_p(config, value_heads, causal):
-    heads = layer(config)
+def test_gradients_of_the_parameters_agree_with_dense_p(backend, config, value_heads, causal):
+    heads, T = layer(config), 21 if backend == "triton" else 37  # interpreted kernels are slow, and have chunks of 16
     attention = torch.randn(2, T, H, D, device=device(), requires_grad=True)
     value = torch.randn(2, value_heads, T, D, device=device(), requires_grad=True)
     weights, tensors = torch.randn(2, T, H, D, device=device()), [*heads.parameters(), attention, value]
@@ -52,17 +53,3 @@ def test_gradients_of_the_parameters_agree_with_dense_p(config, value_heads, cau
     # The control: with another scale of the parameters nothing agrees.
     scaled = dict.fromkeys(("mu", "eta", "nu", "theta"), lambda parameter: 1.1 * parameter)
     assert relative_error(output, equation_4(heads, attention, value, causal=causal, changes=scaled)) > 1e-3
-
-
-@pytest.mark.parametrize("queries", [T, 1])
-@pytest.mark.usefixtures("backend")
-def test_a_shut_gate_changes_no_bit_and_passes_nothing_back_to_rates(queries):
-    heads = layer(RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=-math.inf))
-    attention, value = torch.randn(1, queries, H, D, device=device()), torch.randn(1, H, T, D, device=device())
-    mask = AttentionMask(queries, T, T - queries, True)
-    with torch.no_grad():
-        assert torch.equal(heads(attention, value, mask), attention)
-    output = heads(attention, value, mask)
-    assert torch.equal(output, attention)
-    output.square().sum().backward()
-    assert all(bool((parameter.grad == 0).all()) for parameter in heads.parameters())
