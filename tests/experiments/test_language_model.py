@@ -1,19 +1,10 @@
-"""The experiment `language-model`: memory during training, and the verdict."""
+"""The experiment `language-model`: memory during training, and the tokens of text8."""
 
 import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from experiment_runs import finished, zero_rems
-from experiments.language_model import (
-    ARCHITECTURES,
-    BATCH,
-    EXPERIMENT,
-    SEGMENT,
-    build,
-    read_segments,
-    train_on_segments,
-)
+from experiments.language_model import ARCHITECTURES, BATCH, SEGMENT, build, read_segments, train_on_segments
 from rsa_hf import param_groups
 from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
 from rsa_hf.tasks.text_blocks import TrainingTracks
@@ -61,12 +52,3 @@ def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):
     assert text8_tokenizer()(words)["input_ids"] == ids and " the " in words
     assert len(train.token_ids) > 2_000_000 and int(train.token_ids.max()) == 26
     assert test.token_ids.tolist() != ids
-
-
-@pytest.mark.slow  # trains
-def test_a_rem_of_zeros_is_not_confirmed(monkeypatch):
-    grid = [settings for settings in EXPERIMENT.grid("toy", 1) if settings["architecture"] == "transformer-xl"]
-    zero_rems(monkeypatch)
-    rows = EXPERIMENT.summarise([finished(settings, EXPERIMENT.measure(settings)) for settings in grid])
-    assert abs(rows.mean("rsa − no recurrence")) < 1e-3  # equal up to rounding
-    assert EXPERIMENT.conclude(rows).verdict == "not confirmed"
