@@ -32,32 +32,24 @@ def f(heads, h, lag):
     return (c * z ** (lag - 1)).real
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_its_weights_by_lag(form):
-    found = FormHeads(heads(), form, LAGS)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter += 0.01
-    attention, value = torch.randn(2, T, 4, 3), torch.randn(2, 4, T + MEMORY, 3)
-    mixed = found(attention, value)
+@torch.no_grad()
+def test_a_form_is_its_weights_by_lag(form, causal):
+    """With keys before the queries, or by distance in both directions."""
+    found, memory = FormHeads(heads(), form, LAGS), MEMORY if causal else 0
+    for parameter in found.parameters():
+        parameter += 0.01
+    attention, value = torch.randn(2, T, 4, 3), torch.randn(2, 4, T + memory, 3)
+    mixed = found(attention, value, *([] if causal else [AttentionMask(T, T, 0, causal=False)]))
     gate = float(found.rates()["gate"])
     for h in range(3):
-        for t in range(T):
-            product = sum(f(found, h, t + MEMORY - s) * value[:, h, s] for s in range(t + MEMORY))
-            torch.testing.assert_close(mixed[:, t, h], (1 - gate) * attention[:, t, h] + gate * product)
+        for t in range(memory, T + memory):
+            keys = [s for s in range(T + memory) if s < t or (s > t and not causal)]
+            product = sum(f(found, h, abs(t - s)) * value[:, h, s] for s in keys)
+            expected = (1 - gate) * attention[:, t - memory, h] + gate * product
+            torch.testing.assert_close(mixed[:, t - memory, h], expected)
     assert torch.equal(mixed[:, :, 3], attention[:, :, 3])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_in_both_directions_weighs_by_distance(form):
-    found = FormHeads(heads(), form, LAGS)
-    attention, value = torch.zeros(1, T, 4, 3), torch.randn(1, 4, T, 3)
-    with torch.no_grad():
-        mixed = found(attention, value, AttentionMask(T, T, 0, causal=False)) / float(found.rates()["gate"])
-        for h in range(3):
-            for t in range(T):
-                product = sum(f(found, h, abs(t - s)) * value[:, h, s] for s in range(T) if s != t)
-                torch.testing.assert_close(mixed[:, t, h], product + torch.zeros(1, 3))
 
 
 @pytest.mark.parametrize("form", FORMS)
