@@ -6,18 +6,31 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from experiments.defect import SCORES
 from experiments.runner.experiment import find_experiment
 from experiments.runner.summary import Run
-from experiments.variants import NO_RECURRENCE
+from experiments.variants import CONVOLUTION, DEFAULT, NO_RECURRENCE
 from rsa_hf import RSAHeads
 
 COST = {"parameters": 1.0, "time of a step / plain": 1.5}
+BYTES = {"model": "gpt2 of 1M", "text": "enwik8", "steps": 400}
+
+
+def in_two_parts(v, t):
+    return {"validation": v, "test": t, "test by part": [t - 0.1, t + 0.1], **COST}
+
+
 # For each experiment that compares variants: the settings of one case, and what a run measures as a function of its
 # validation score v and its test score t. Lower scores are better.
 CASES = {
     "calibrate": (
         {"model": "m", "task": "c", "share": 0.1, "trained": "everything"},
         lambda v, t: {"score": t, "validation": v, "numbers": 1.0, "chosen heads": 1.0, "checked gain": 0.0},
+    ),
+    "confirmation": (BYTES, in_two_parts),
+    "defect": (
+        {"encoder": "full", "task": "devign", "share": 0.1, "epochs": 4},
+        lambda v, t: {"validation": 1 - v / 4, **dict.fromkeys(SCORES, 1 - t / 4), "right": [1.0]},
     ),
     "forecasting": (
         {"series": "ETTh1", "horizon": 24, "family": "informer"},
@@ -29,13 +42,22 @@ CASES = {
     ),
     "regular-languages": (
         {"language": "parity"},
-        lambda v, t: {"right 2–10": 1 - v / 4, "right 11–20": 1 - t / 4, "loss": 1.0, "steps": 1.0, **COST},
+        lambda v, t: (
+            {"right 2–10": 1 - v / 4, "right 11–20": 1 - 0.2 * t, "right 21–30": 1 - 0.3 * t}
+            | {"loss": 1.0, "steps": 1.0, **COST}
+        ),
     ),
+    "rivals": (BYTES, in_two_parts),
 }
-# The names of the variants "plain" and "rsa" in experiments that call them otherwise.
+# The names of the variants "plain", "rsa" and "no recurrence" in experiments that call them otherwise, or that compare
+# with a short memory in place of the last one.
+OTHER_MEMORY = {"rsa": DEFAULT, NO_RECURRENCE: CONVOLUTION}
 ARMS = {
     "calibrate": {"rsa": "calibrated", NO_RECURRENCE: "scaled heads"},
+    "confirmation": OTHER_MEMORY,
+    "defect": {"rsa": DEFAULT},
     "regular-languages": {"plain": "transformer"},
+    "rivals": OTHER_MEMORY,
 }
 
 

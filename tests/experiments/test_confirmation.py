@@ -1,55 +1,20 @@
-"""The confirmation of the defaults: what is searched, scored and concluded."""
+"""The confirmation of the defaults: what is scored and concluded. test_experiments.py has the verdict."""
 
-import pytest
-
-from experiment_runs import finished
+from experiment_runs import conclude, fake_runs
 from experiments import confirmation
-from experiments.runner.experiment import find_experiment
 from experiments.variants import CONVOLUTION, DEFAULT
 
 
-def rows_of(**scores):
-    """Rows of two models from the test scores of each arm by seed; the rate with the best one has the worst validation."""
-    runs = []
-    for model in ("gpt2 of 1M", "llama of 1M"):
-        shared = {"model": model, "text": "enwik8", "steps": 400, "scored": 200_000}
-        for arm, of_seeds in scores.items():
-            for seed, test in enumerate(of_seeds):
-                settings = {**shared, "arm": {"conv": CONVOLUTION, "rsa": DEFAULT}.get(arm, arm), "seed": seed}
-                values = {
-                    "validation": 2.0,
-                    "test": test,
-                    "test by part": [test - 0.01, test + 0.01],
-                    "parameters": 1.0,
-                }
-                runs.append(finished({**settings, "learning_rate": 1e-3}, values))
-                if seed == 0:
-                    runs.append(
-                        finished(
-                            {**settings, "learning_rate": 3e-3},
-                            values | {"validation": 3.0, "test by part": [0.0, 0.0]},
-                        )
-                    )
-    return find_experiment("confirmation").summarise(runs)
+def test_rsa_has_to_be_ahead_of_the_convolution_in_the_mean():
+    plain = fake_runs("confirmation", "plain", (3.0, 3.1, 3.05))
+    convolved = fake_runs("confirmation", CONVOLUTION, (2.5, 2.52, 2.51))
 
+    def found(*rsa):
+        return conclude("confirmation", plain, convolved, fake_runs("confirmation", DEFAULT, rsa))
 
-PLAIN, CONVOLVED = [3.0, 3.1, 3.05], [2.5, 2.52, 2.51]
-
-
-@pytest.mark.parametrize(
-    ("rsa", "verdict"),
-    [
-        ([2.4, 2.42, 2.41], "confirmed"),
-        ([2.6, 2.62, 2.61], "not confirmed"),  # behind the convolution
-        ([2.5, 3.6, 1.4], "not measurable at this size"),  # chance may have decided
-        ([3.4, 3.42, 3.41], "not confirmed"),  # worse than plain
-    ],
-)
-def test_rsa_has_to_beat_both_on_the_test_text(rsa, verdict):
-    conclusion = confirmation.conclude(rows_of(plain=PLAIN, conv=CONVOLVED, rsa=rsa))
-    assert conclusion.verdict == verdict
-    assert len(conclusion.findings) == 2 * 3
-    assert f"{sum(rsa) / 3 - 3.05:+.3f}" in conclusion.findings[2]
+    behind = found(2.6, 2.62, 2.61)
+    assert behind.verdict == "not confirmed" and found(2.5, 2.51, 2.51).verdict == "confirmed"
+    assert len(behind.findings) == 3 and "-0.440" in behind.findings[2]
 
 
 def test_the_scored_texts_are_two_and_long_enough(data_folder, monkeypatch):

@@ -1,12 +1,13 @@
-"""The defect experiment: each variant trains from its encoder, the answers that are compared, and the verdict."""
+"""The defect experiment: each variant trains from its encoder, and the answers that are compared."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from experiment_runs import finished
+from experiment_runs import fake_runs
 from experiments import code_encoder, defect
-from experiments.runner.experiment import find_experiment
-from experiments.variants import CONVOLUTION, DEFAULT, patched_modules
+from experiments.variants import DEFAULT, patched_modules
 from rsa_hf.tasks.python_defects import Example
 
 FUNCTIONS = [
@@ -54,33 +55,14 @@ def test_an_encoder_of_another_seed_and_another_share_are_taken(small):
     assert [len(share) for share in shares] == [20, 20] and shares[0] != shares[1]
 
 
-def runs(arm, precisions, right):
-    settings = {"encoder": "full", "task": "devign", "share": 0.1, "epochs": 4, "arm": arm, "learning_rate": 1e-3}
-    return [
-        finished(
-            {**settings, "seed": seed},
-            {"validation": value, **dict.fromkeys(defect.SCORES, value), "right": [float(answers)]},
-        )
-        for seed, (value, answers) in enumerate(zip(precisions, right, strict=True))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rsa", "verdict"),
-    [
-        ([0.70, 0.71, 0.72], "confirmed"),
-        ([0.50, 0.51, 0.52], "not confirmed"),
-        ([0.60, 0.72, 0.58], "not measurable at this size"),
-    ],
-)
-def test_the_verdict_and_mcnemars_test(rsa, verdict):
+def test_mcnemars_test_is_of_the_answers():
     """RSA alone is right on 3, 4 and 5 functions, plain alone on none, 1 and none: p = 2 · (1 + 13) / 2¹³."""
-    plain = runs("plain", [0.60, 0.61, 0.62], [0b0001, 0b10001, 0b1])
-    others = [run for arm in (CONVOLUTION,) for run in runs(arm, [0.6, 0.6, 0.6], [1, 1, 1])]
-    better = runs(DEFAULT, rsa, [0b1111, 0b01111 | 0b100000, 0b111111])
-    experiment = find_experiment("defect")
-    rows = experiment.summarise([*plain, *others, *better])
-    conclusion = experiment.conclude(rows)
-    assert conclusion.verdict == verdict
+    answers = {"plain": (0b0001, 0b10001, 0b1), DEFAULT: (0b1111, 0b01111 | 0b100000, 0b111111)}
+    runs = [
+        replace(run, values={**run.values, "right": [float(right)]})
+        for arm, of_seeds in answers.items()
+        for run, right in zip(fake_runs("defect", arm, (0.6, 0.61, 0.62)), of_seeds, strict=True)
+    ]
+    rows = defect.EXPERIMENT.summarise(runs)
     assert rows.mean("McNemar's p", arm=DEFAULT) == pytest.approx(2 * (1 + 13) / 2**13)
-    assert "McNemar" in conclusion.findings[-1]
+    assert "McNemar" in defect.EXPERIMENT.conclude(rows).findings[-1]

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from experiment_runs import conclude, finished, measure_again
+from experiment_runs import conclude, fake_runs, measure_again
 from experiments.regular_languages import DIFFERENCE, EXPERIMENT, summarise
 from experiments.regular_languages.languages import LANGUAGES
 from experiments.regular_languages.networks import VARIANTS, correct_strings, encode, make_network
 from rsa_hf import RSAHeads
-
-BINS = ("right 2–10", "right 11–20", "right 21–30")
 
 
 def scored_wrongly(scorer):
@@ -58,40 +56,21 @@ def test_a_variant_is_causal_and_all_its_parameters_learn(variant):
     assert not dead
 
 
-GOOD = [(1.0, 1.0, 1.0), (1.0, 0.9, 0.9), (1.0, 0.95, 0.95)]
-BAD = [(1.0, 0.0, 0.1), (1.0, 0.1, 0.0), (1.0, 0.05, 0.05)]
-
-
-def concluded(**of_rsa):
-    """The conclusion from RSA's shares of right strings by language, where the Transformer's are bad."""
-    return conclude(
-        "regular-languages",
-        [
-            finished(
-                {"language": language, "arm": arm, "learning_rate": 0.01, "seed": seed},
-                {**dict(zip(BINS, shares, strict=True)), "loss": 0.1, "steps": 1.0, "parameters": 2.0},
-            )
-            for language, found in of_rsa.items()
-            for arm, seeds in (("rsa", found), ("transformer", BAD[: len(found)]))
-            for seed, shares in enumerate(seeds)
-        ],
-    )
-
-
-def test_the_verdict_needs_a_gain_on_all_languages_and_on_parity():
-    assert concluded(aa=GOOD, parity=GOOD).verdict == "confirmed"
-    found = concluded(aa=GOOD, parity=BAD)
+def test_the_verdict_needs_a_gain_on_parity_too():
+    """RSA has all strings of (aa)* right and none of Parity, the Transformer none of both."""
+    shares = {("(aa)*", "rsa"): (0.0, 0.2), ("(aa)*", "transformer"): (3.8, 4.0)}
+    shares |= {("parity", arm): (3.8, 4.0) for arm in ("rsa", "transformer")}
+    runs = [fake_runs("regular-languages", arm, seeds, language=name) for (name, arm), seeds in shares.items()]
+    found = conclude("regular-languages", *runs)
     assert found.verdict == "not confirmed"
-    # RSA has 0.95 on average on the first and 0.05 on Parity, the Transformer 0.05 on both.
-    assert "all +0.450" in found.answer and "parity +0.000" in found.answer
-    assert "aa, rsa: " in found.findings[0] and "beyond the lengths trained on 0.950" in found.findings[0]
-    assert concluded(aa=GOOD[:1], parity=GOOD[:1]).verdict == "not measurable at this size"
-    by_chance = concluded(aa=GOOD, parity=[(1.0, 0.9, 0.9), (1.0, 0.0, 0.1), (1.0, 0.4, 0.4)])
-    assert by_chance.verdict == "not measurable at this size"
+    assert "all +0.475" in found.answer and "parity +0.000" in found.answer
+    assert "(aa)*, rsa: " in found.findings[0] and "beyond the lengths trained on 0.975" in found.findings[0]
 
 
 def test_rems_without_signs_lose(toy, monkeypatch):
-    runs, _ = toy("regular-languages")
+    runs, conclusion = toy("regular-languages")
+    # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.
+    assert conclusion.verdict == "not confirmed" and "better in 1 of 2" in conclusion.sentence
     assert summarise(runs).mean(DIFFERENCE, language="(aa)*") > 0.5
     learned = RSAHeads.learned.fget
 
