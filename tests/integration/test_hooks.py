@@ -40,18 +40,13 @@ MOVED = {
 
 
 @pytest.mark.parametrize("moved", MOVED.values(), ids=MOVED)
-def test_without_an_essential_hook_none_is_installed(moved):
-    other = hook_of("Owner", "first")
+def test_without_an_essential_hook_none_is_installed_and_another_is_left_out_with_a_warning(moved, caplog):
+    first, second = hook_of("Owner", "first"), hook_of("Owner", "second")
     with pytest.raises(ImportError, match=rf"Fits 1. {moved[0]}.{moved[1]} does not fit.*Install a version"):
-        install_hooks([other, hook_of(*moved)], "Fits 1.")
-    assert not is_installed(other)
-
-
-@pytest.mark.parametrize("moved", MOVED.values(), ids=MOVED)
-def test_a_hook_that_is_not_essential_is_left_out_with_a_warning(moved, caplog):
-    other = hook_of("Owner", "second")
-    install_hooks([hook_of(*moved, essential=False), other], "Fits 1.")
-    assert is_installed(other)
+        install_hooks([first, hook_of(*moved)], "Fits 1.")
+    assert not is_installed(first)
+    install_hooks([hook_of(*moved, essential=False), second], "Fits 1.")
+    assert is_installed(second)
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"Fits 1. {moved[0]}.{moved[1]} does not fit")
     assert said.endswith("Until then it does not test.")

@@ -76,17 +76,15 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
 
 
 @each_script
-def test_too_few_examples_for_a_step_are_refused(script, data, tmp_path):
-    with pytest.raises(ValueError, match="too few for one step"):
-        run_script(script, data, tmp_path / "out", "--per_device_train_batch_size", 1000)
-
-
-@each_script
-def test_a_folder_without_a_tokenizer_is_refused(script, data, tmp_path):
-    """transformers makes one of special tokens alone for it: all functions would be equal."""
+def test_too_few_examples_and_a_folder_without_a_tokenizer_are_refused(script, data, tmp_path):
+    """transformers makes a tokenizer of special tokens alone for such a folder: all functions would be equal."""
     BertConfig(vocab_size=100).save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match="no tokenizer"):
-        run_script(script, data, tmp_path / "out", "--tokenizer_name", tmp_path / "bare")
+    for option, value, words in (
+        ("--per_device_train_batch_size", 1000, "too few for one step"),
+        ("--tokenizer_name", tmp_path / "bare", "no tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_script(script, data, tmp_path / "out", option, value)
 
 
 def test_predict_cuts_functions_as_they_were_in_training(data, tmp_path):
