@@ -127,7 +127,7 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     scores = json.loads(run(*evaluation, "--split", "test", *others)[1])
     low, high = scores.pop("intervals")["accuracy"]
     assert low <= scores["accuracy"] <= high
-    assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores}
+    assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores} and "threshold" in scores
     same = json.loads(run("evaluate", "defect", tmp_path / "out" / "checkpoint-3", "--test_file", functions)[1])
     assert same["roc_auc"] == pytest.approx(scores["roc_auc"])  # cut alike, without the config
     at = json.loads(run(*evaluation, "--threshold", 1)[1])["accuracy_at_threshold"]
