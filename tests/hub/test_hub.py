@@ -23,9 +23,6 @@ def model():
     return move_rates(patch_model(model, RSAConfig(**FULL_PLAN)))
 
 
-# --- pushing and loading ------------------------------------------------------------------------------------------
-
-
 def test_a_pushed_model_comes_back_bit_for_bit(hub, model, tokenizer, caplog, capfd):
     with caplog.at_level(logging.DEBUG):
         model.push_to_hub(REPO)
@@ -68,9 +65,6 @@ def test_pushing_again_keeps_what_others_wrote(hub, model):
     assert "To all." in card
     assert "Not ours to keep" not in card
     assert card.count(SECTION) == 1
-
-
-# --- a stranger's checkpoint --------------------------------------------------------------------------------------
 
 
 def pickled(folder, weights):

@@ -68,8 +68,6 @@ def test_a_window_loses_no_digits_at_a_slow_decay():
     assert float((found - expected).abs().max()) < 1e-5
 
 
-# --- packed documents -----------------------------------------------------------------------------------------------
-
 LENGTHS = ([1, 1, 1, 40, 2, 30, 5], [80], [3, 77], [20, 20, 20, 20])
 
 
