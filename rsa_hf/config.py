@@ -7,7 +7,6 @@ one layer.
 from __future__ import annotations
 
 import cmath
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rsa_hf.ops.problem import HeadRow, Layout
 from rsa_hf.rem import FREE_LAGS, KINDS
-from rsa_hf.utils.text import brief
+from rsa_hf.utils.text import brief, did_you_mean
 
 MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise ask for all memory
 
@@ -421,7 +420,6 @@ def _from_mapping(cls: type[_Config], what: str, values: Any) -> _Config:
     known = [each.name for each in fields(cls)]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key)[:100], known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(key)[:100], known)
             raise ValueError(f"unknown {what} {brief(key)}.{hint} Allowed: {', '.join(known)}.")
     return cls(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from argparse import SUPPRESS
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from transformers.hf_argparser import HfArg
 from rsa_hf.calibration import CalibrationSettings
 from rsa_hf.config import RSAConfig
 from rsa_hf.utils.locate import expanded
+from rsa_hf.utils.text import did_you_mean
 from rsa_hf.utils.yaml import read_yaml
 
 Data = TypeVar("Data")
@@ -240,12 +240,6 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     old = [new for key, new in RENAMED.items() if key.partition(".")[2] == name]
     hint = f" It is now {old[0]}." if old else did_you_mean(name, known)
     return f"unknown key {name!r:.200}.{hint} --help lists all."
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that is most like an unknown one; empty if none is."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def as_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedMo
 from rsa_hf.calibration import run_calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched, patch_model
-from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping, did_you_mean
+from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
-from rsa_hf.utils.text import brief
+from rsa_hf.utils.text import brief, did_you_mean
 
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _repr = reprlib.Repr()
@@ -21,6 +22,12 @@ def shorten(names: Sequence[str]) -> str:
     """The first six names, each cut to 200 characters, and how many there are."""
     shown = ", ".join(name if len(name) <= 200 else f"{name[:200]}…" for name in names[:6])
     return shown if len(names) <= 6 else f"{shown}, … ({len(names)} in all)"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that is most like an unknown one; empty if none is."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
