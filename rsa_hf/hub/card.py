@@ -59,7 +59,6 @@ def write_card(
     name: str | None = None,
     base_model: str | None = None,
     dataset: str | None = None,
-    dataset_config: str | None = None,
     scores: Scores | None = None,
     seed: int | None = None,
     plot: bool = True,
@@ -75,7 +74,6 @@ def write_card(
         name: the model's name on the Hub.
         base_model: the model that was patched; None: the name it was loaded from. Only a Hub id is shown.
         dataset: the training data. Only a Hub id goes into the metadata's `datasets`.
-        dataset_config: the configuration of the data set, if it has several.
         scores: metrics by run or split, shown as a table. With a data set, those of the splits "validation" and "test"
             also go into the metadata's `model-index`, which the Hub shows.
         seed: the seed of the training run.
@@ -98,7 +96,7 @@ def write_card(
     # FSDP2 puts a class that cannot be imported in front of the model's own.
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     base_model = base_model if _is_hub_id(base_model) else _loaded_from(model)
-    results = _results(model_class.__name__, dataset, dataset_config, scores or {})
+    results = _results(model_class.__name__, dataset, scores or {})
     data = ModelCardData(
         library_name="transformers",
         base_model=base_model,
@@ -183,7 +181,7 @@ def _loaded_from(model: PreTrainedModel) -> str | None:
     return name if _is_hub_id(name) and isinstance(try_to_load_from_cache(name, "config.json"), str) else None
 
 
-def _results(class_name: str, dataset: str | None, dataset_config: str | None, scores: Scores) -> list[EvalResult]:
+def _results(class_name: str, dataset: str | None, scores: Scores) -> list[EvalResult]:
     """The scores on splits of the data set, as the Hub lists them; without NaN and infinity."""
     tasks = [task for ending, task in TASKS.items() if class_name.endswith(ending)]
     return [
@@ -191,7 +189,6 @@ def _results(class_name: str, dataset: str | None, dataset_config: str | None, s
             task_type=task,
             dataset_type=dataset if _is_hub_id(dataset) else "custom",
             dataset_name=dataset,
-            dataset_config=dataset_config,
             dataset_split=split,
             metric_type=METRICS[name],
             metric_name=name.replace("_", " "),
