@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
+from transformers.trainer_pt_utils import find_batch_size
 
 from rsa_hf.children import heads_of
 from rsa_hf.config import LayerSpec, RSAConfig
@@ -108,9 +109,9 @@ class ProbedModel:
         counts = torch.cat(labels).unique(return_counts=True)[1].double()  # type: ignore[arg-type]
         shares = counts / counts.sum()
         guess = -float(torch.xlogy(shares, shares).sum())
-        rows = [num_rows(batch) for batch in batches]
+        rows = [find_batch_size(batch) for batch in batches]
         loss = sum(float(self._loss(batch)) * count for batch, count in zip(batches, rows, strict=True)) / sum(rows)
-        return loss > KNOWS_LITTLE * guess
+        return bool(loss > KNOWS_LITTLE * guess)
 
     def set_heads(self, config: RSAConfig) -> None:
         """Give the layers the heads that a config names, and no others."""
@@ -128,7 +129,7 @@ class ProbedModel:
             for probe, calls in zip(self.probes, found, strict=True):
                 probe.found = calls
             self._loss(batch).backward()
-            rows.append(num_rows(batch))
+            rows.append(find_batch_size(batch))
             labels = batch.get("labels")
             terms += int((labels != IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else rows[-1]
             by_batch.append([_added(calls, rows[-1]) for calls in found])
@@ -145,7 +146,9 @@ class ProbedModel:
     def losses(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """The loss of each row, [N]."""
         single = (
-            take_rows(batch, row) for batch in batches for row in torch.arange(num_rows(batch), device="cpu").split(1)
+            take_rows(batch, row)
+            for batch in batches
+            for row in torch.arange(find_batch_size(batch), device="cpu").split(1)
         )
         return torch.tensor([float(self._loss(row)) for row in single], dtype=torch.float32, device="cpu")
 
@@ -163,17 +166,9 @@ class ProbedModel:
         return loss
 
 
-def num_rows(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the first dimension of its first tensor that has one."""
-    for value in batch.values():
-        if isinstance(value, Tensor) and value.dim():
-            return len(value)
-    raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor whose rows could be counted.")
-
-
 def take_rows(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """Some rows of a batch, by their indices; what has no row for each stays as it is."""
-    count = num_rows(batch)
+    count = find_batch_size(batch)
 
     def has_rows(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import PreTrainedModel
+from transformers.trainer_pt_utils import find_batch_size
 
 from rsa_hf.calibration.choice import Choice, choose, in_errors, score
-from rsa_hf.calibration.gradients import ProbedModel, num_rows, take_rows
+from rsa_hf.calibration.gradients import ProbedModel, take_rows
 from rsa_hf.calibration.report import CalibratedHead, Calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
@@ -113,7 +114,7 @@ def run_calibration(
     if is_patched(model):
         raise ValueError("the model is patched already. Calibrate a plain one: unpatch_model(model) gives it back.")
     read = _read(batches, how.max_rows)
-    rows = sum(map(num_rows, read))
+    rows = sum(map(find_batch_size, read))
     with (
         torch.inference_mode(False),  # turns gradients on, after no_grad too
         torch.autocast(model.device.type, enabled=False),
@@ -191,8 +192,10 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
     read: list[dict[str, Any]] = []
     rows = 0
     for batch in batches:
-        read.append(take_rows(batch, torch.arange(min(num_rows(batch), most - rows), device="cpu")))
-        rows += num_rows(read[-1])
+        if find_batch_size(batch) is None:
+            raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor with rows.")
+        read.append(take_rows(batch, torch.arange(min(find_batch_size(batch), most - rows), device="cpu")))
+        rows += find_batch_size(read[-1])
         if rows >= most:
             break
     if rows < FEWEST_ROWS:
@@ -205,5 +208,5 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
 
 def _some(batches: list[dict[str, Any]], chosen: Tensor) -> list[dict[str, Any]]:
     """Batches of some of the rows, given as truth values."""
-    parts = zip(batches, chosen.split([num_rows(batch) for batch in batches]), strict=True)
+    parts = zip(batches, chosen.split([find_batch_size(batch) for batch in batches]), strict=True)
     return [take_rows(batch, of_batch.nonzero()[:, 0]) for batch, of_batch in parts if of_batch.any()]
