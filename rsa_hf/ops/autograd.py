@@ -215,7 +215,7 @@ def _problem(*arguments: Any) -> Problem:
         read = remembered(read_mask, mask, query_length, S, causal)
     if isinstance(numbers, Tensor):
         numbers = numbers.flatten().tolist()
-    layout = Layout.from_numbers(numbers, scale, K)
+    layout = Layout.from_numbers(tuple(numbers), scale, K)
     return Problem(value, attention, Learned(*learned), layout, groups, read)
 
 

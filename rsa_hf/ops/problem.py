@@ -5,7 +5,7 @@ Notation: batch B, heads of the layer H, RSA heads R, value heads Hv, queries T,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,8 +55,9 @@ class Layout:
         return Layout(tuple(rows), self.scale, self.num_free_lags)
 
     @staticmethod
-    def from_numbers(numbers: Sequence[int], scale: float, num_free_lags: int) -> Layout:
-        """The layout whose `numbers` are given."""
+    @functools.lru_cache(maxsize=256)
+    def from_numbers(numbers: tuple[int, ...], scale: float, num_free_lags: int) -> Layout:
+        """The layout whose rows are given, one after the other."""
         width = len(HeadRow._fields)
         rows = (HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width))
         return Layout(tuple(rows), scale, num_free_lags)
