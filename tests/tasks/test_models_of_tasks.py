@@ -99,9 +99,8 @@ def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_c
 
 def test_what_is_scored_is_said(gpt2, tmp_path, capsys):
     detector = save(tmp_path / "detector", CONFIGS["bert"](), AutoModelForSequenceClassification)
-    defect_detection.evaluate(detector, "test", ["--max_eval_samples=2", "--max_seq_length=16"])
     language_modeling.evaluate(gpt2, "test", ["--max_eval_bytes=200", "--block_size=32"])
-    assert capsys.readouterr().err.count("test of the embedded data") == 2
+    assert "scored: test of the embedded data" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text('{"func": "int a;", "target": 0}\n{"func": "int b;", "target": 1}\n')
     settings = [f"--test_file={tmp_path}/rows.jsonl", "--max_seq_length=16"]
     defect_detection.evaluate(detector, "test", settings)
