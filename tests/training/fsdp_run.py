@@ -111,6 +111,7 @@ def main(folder):
         torch.save(found, folder / f"{name}-{rank}.pt")
         if name == "bf16" and rank == 0:
             model.save_pretrained(folder / "model", state_dict=found[-1])
+    accelerator.end_training()  # a process group that is left open may abort the process as it ends
 
 
 if __name__ == "__main__":
