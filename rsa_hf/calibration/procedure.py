@@ -192,10 +192,11 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
     read: list[dict[str, Any]] = []
     rows = 0
     for batch in batches:
-        if find_batch_size(batch) is None:
+        if (size := find_batch_size(batch)) is None:
             raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor with rows.")
-        read.append(take_rows(batch, torch.arange(min(find_batch_size(batch), most - rows), device="cpu")))
-        rows += find_batch_size(read[-1])
+        taken = min(size, most - rows)
+        read.append(take_rows(batch, torch.arange(taken, device="cpu")))
+        rows += taken
         if rows >= most:
             break
     if rows < FEWEST_ROWS:

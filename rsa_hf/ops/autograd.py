@@ -185,15 +185,15 @@ _ARGUMENTS = (
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
 _LIBRARY = torch.library.Library("rsa_hf", "DEF")
 _GRADIENTS = ", ".join(["Tensor"] * _TENSORS)
-for _name, _kind in (("recurrence", "int[]"), ("walk", "Tensor")):
-    _taken = _ARGUMENTS.replace("int[] layout", f"{_kind} layout")
+_OF_CPP = _ARGUMENTS.replace("int[] layout", "Tensor layout")  # which takes less time to pass
+for _name, _taken in (("recurrence", _ARGUMENTS), ("walk", _OF_CPP)):
     _LIBRARY.define(f"{_name}({_taken}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.define(f"{_name}_backward(Tensor grad, {_taken}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
-_LIBRARY.define(f"differentiable_backward(Tensor grad, {_taken}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(f"differentiable_backward(Tensor grad, {_OF_CPP}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
 
 
 def _arguments(problem: Problem, numbers: Sequence[int] | Tensor) -> tuple[Any, ...]:
-    """The arguments of the operators; `numbers` are those of the layout."""
+    """The arguments of the operators; `numbers` are those of the layout, for the C++ `Layout.numbers`."""
     layout, mask = problem.layout, problem.mask
     return (
         *problem.tensors,
@@ -237,7 +237,7 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _solve_recorded(problem: Problem) -> Tensor:
     if is_transformed() or torch.onnx.is_in_onnx_export() or problem.mask.is_step:
         return _in_pytorch(problem)  # of a step a compiler makes few kernels
-    numbers = [number for row in problem.layout.rows for number in row]  # not those that are cached, with a lock
+    numbers = [number for row in problem.layout.rows for number in row]  # not the tensor that is cached, with a lock
     output: Tensor = torch.ops.rsa_hf.recurrence(*_arguments(problem, numbers))
     return output
 

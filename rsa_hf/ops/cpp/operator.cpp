@@ -281,7 +281,7 @@ void walk(const c10::OperatorHandle&, Stack* stack) {
   stack->push_back(forward(tensors, others));
 }
 
-// Without a gradient to compute later, `Walk` would take half of the time of a small problem.
+// `Walk` takes time where no gradient is asked for, too.
 void differentiable_walk(const c10::OperatorHandle&, Stack* stack) {
   const auto [tensors, others] = take(stack);
   const bool is_plain = !at::GradMode::is_enabled() && std::none_of(tensors.begin(), tensors.end(), has_tangent);
