@@ -56,7 +56,6 @@ class Experiment:
     search_by: Callable[[Run], float] | None = None
     # Runs → number of best learning rates that are the lowest or the highest tried, and of all.
     edges: Callable[[Sequence[Run]], tuple[int, int]] | None = None
-    needs_gpu: Callable[[Settings], bool] = lambda settings: False  # such runs are skipped on a machine without a GPU
     revision: int = 1  # increase it when `measure` changes its meaning; older runs are then run again
 
     def keyed_grid(self, size: Size, seeds: int) -> dict[str, Settings]:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from experiments.runner.experiment import EXPERIMENTS, SIZES, Experiment, RequestError, Size, find_experiment
@@ -42,13 +41,12 @@ def run_experiment(
     """Run what has not run yet, then write table, figure, conclusion and configuration.
 
     These cover all runs of this size that are finished for every seed, from this call or an earlier one, on this
-    machine or another. Without a GPU, runs that need one are skipped. `only` has the allowed values of some settings.
+    machine or another. `only` has the allowed values of some settings.
 
     Raises:
         MissingDataError: data is missing.
         ImportError: a package is missing.
-        RequestError: `only` matches no run, all matching runs need a GPU that is missing, there is nothing to compare
-            yet, or a stored file cannot be read.
+        RequestError: `only` matches no run, there is nothing to compare yet, or a stored file cannot be read.
     """
     seeds = seeds or experiment.seeds[size]
     folder = root / FOLDER / experiment.name / size
@@ -92,7 +90,7 @@ def rebuild_results(root: Path) -> None:
 
 
 def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[str]]) -> Grid:
-    """The part of a grid that `only` asks for and this machine can run."""
+    """The part of a grid that `only` asks for."""
     for name, wanted in only.items():
         if name not in experiment.parts:
             allowed = ", ".join(experiment.parts) or "none, it runs as a whole"
@@ -101,13 +99,9 @@ def _select(experiment: Experiment, grid: Grid, only: Mapping[str, Collection[st
         if unknown := set(wanted) - set(existing):
             raise RequestError(f"{name}={', '.join(unknown)} is in no run of this size; choose from {[*existing]}.")
     selected = {k: each for k, each in grid.items() if all(str(each[n]) in wanted for n, wanted in only.items())}
-    possible = {k: each for k, each in selected.items() if torch.cuda.is_available() or not experiment.needs_gpu(each)}
-    if not possible:
-        why = (
-            "all of these runs need a GPU, and there is none here" if selected else "no run has all of these settings"
-        )
-        raise RequestError(f"{experiment.name}: {why}.")
-    return possible
+    if not selected:
+        raise RequestError(f"{experiment.name}: no run has all of these settings.")
+    return selected
 
 
 def _write_results(
