@@ -29,13 +29,13 @@ from experiments.runner.summary import Run, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
 ARMS = ("plain", CONVOLUTION, DEFAULT)
-# By size: layers, width, heads, tokens of a block, blocks of a step, steps, functions and pieces to train on.
-PLANS: dict[Size, tuple[int, ...]] = {
-    "toy": (1, 16, 2, 32, 4, 6, 40),
-    "quick": (2, 64, 4, 128, 16, 400, 4000),
-    "full": (4, 192, 6, 256, 16, 6000, 10**9),
-}
 NAMES = ("layers", "width", "heads", "length", "batch", "steps", "most")
+PLANS = {  # tokens of a block, blocks of a step, steps, functions and pieces to train on
+    "toy": dict(zip(NAMES, (1, 16, 2, 32, 4, 6, 40), strict=True)),
+    "quick": dict(zip(NAMES, (2, 64, 4, 128, 16, 400, 4000), strict=True)),
+    "small": dict(zip(NAMES, (4, 128, 4, 256, 8, 4000, 10**9), strict=True)),
+    "full": dict(zip(NAMES, (4, 192, 6, 256, 16, 6000, 10**9), strict=True)),
+}
 RATE, MASKED, EVALUATIONS = 1e-3, 0.15, 20
 SCORED_BLOCKS = 400  # of validation functions
 EVERY = 250  # steps between the states from which an interrupted training goes on
@@ -43,9 +43,12 @@ LOSS, RATIO, OVER_PLAIN = "nats per masked token", "tokens / plain", "nats per m
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
-    """Variants × seeds."""
-    plan = dict(zip(NAMES, PLANS[size], strict=True))
-    return [{**plan, **each} for each in combinations(arm=ARMS, learning_rate=[RATE], seed=range(seeds))]
+    """Plans × variants × seeds."""
+    return [
+        {**PLANS[name], **each}
+        for name in (("small", "full") if size == "full" else (size,))
+        for each in combinations(arm=ARMS, learning_rate=[RATE], seed=range(seeds))
+    ]
 
 
 @functools.lru_cache(maxsize=2)
@@ -238,5 +241,5 @@ EXPERIMENT = compare_variants(
     grid=make_grid,
     measure=measure,
     search_by=None,
-    parts=("arm",),
+    parts=("steps", "arm"),
 )

@@ -4,12 +4,14 @@
 * `calibrated`: the plain encoder with the heads that `calibrate` chooses on the training functions.
 * `all heads scaled`: the plain encoder with a learned factor on each head.
 * `lora`, `lora, two free lags`: LoRA of rank 8 on the first and the third encoder.
+* `word counts`: no encoder, but logistic regression on counts of words, as in `rsa-hf audit`.
 
 Encoders and fine-tuning have the same seeds. The state with the best average precision on validation is tested.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,18 +35,21 @@ from experiments.runner.summary import Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 from rsa_hf import RSAConfig
 from rsa_hf.calibration import run_calibration
+from rsa_hf.tasks.defect_audit import word_count_baseline
 from rsa_hf.tasks.defect_scores import compute_metrics, pair_rates_of
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 
-PLAIN, LORA, LORA_WITH_RSA = "plain", "lora", f"lora; {DEFAULT}"
-ARMS = (PLAIN, CONVOLUTION, DEFAULT, CALIBRATED, ALL_SCALED, LORA, LORA_WITH_RSA)
+PLAIN, LORA, LORA_WITH_RSA, WORDS = "plain", "lora", f"lora; {DEFAULT}", "word counts"
+ENCODED = (PLAIN, CONVOLUTION, DEFAULT, CALIBRATED, ALL_SCALED, LORA, LORA_WITH_RSA)
+ARMS = (*ENCODED, WORDS)
 ENCODERS = {CONVOLUTION: CONVOLUTION, DEFAULT: DEFAULT, LORA_WITH_RSA: DEFAULT}  # of the others: plain
 DEVIGN, PAIRS = "devign", "python pairs"
-# Size of the encoder, data, share of the training functions, epochs.
-CASES: dict[Size, list[tuple[Size, str, float, int]]] = {
+# Plan of the encoder, data, share of the training functions, epochs.
+LARGER = [(DEVIGN, 0.01, 10), (DEVIGN, 0.1, 4), (DEVIGN, 1.0, 2), (PAIRS, 1.0, 4)]
+CASES: dict[Size, list[tuple[str, str, float, int]]] = {
     "toy": [("toy", DEVIGN, 0.002, 1)],
     "quick": [("quick", DEVIGN, 0.01, 4), ("quick", PAIRS, 0.1, 2)],
-    "full": [("full", DEVIGN, 0.01, 10), ("full", DEVIGN, 0.1, 4), ("full", DEVIGN, 1.0, 2), ("full", PAIRS, 1.0, 4)],
+    "full": [(plan, *case) for plan in ("small", "full") for case in LARGER],
 }
 GROUP = ("encoder", "task", "share", "epochs")
 SCORED: dict[Size, int] = {"toy": 20, "quick": 400, "full": 10**9}  # validation functions, and test functions
@@ -59,7 +64,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     return [
         {**dict(zip(GROUP, case, strict=True)), "scored": SCORED[size], **each}
         for case in CASES[size]
-        for each in combinations(arm=ARMS, learning_rate=RATES, seed=range(seeds))
+        for arm in ARMS
+        for each in combinations(arm=[arm], learning_rate=[0.0] if arm == WORDS else RATES, seed=range(seeds))
     ]
 
 
@@ -74,10 +80,10 @@ def read_functions(settings: Settings) -> dict[str, Sequence[Example]]:
 
 def make_classifier(settings: Settings) -> tuple[Any, Any]:
     """A pretrained encoder with a new head for two classes, not yet calibrated or with LoRA; and its tokenizer."""
-    sizes = dict(zip(code_encoder.NAMES, code_encoder.PLANS[settings["encoder"]], strict=True))
     arm = ENCODERS.get(settings["arm"], PLAIN)
     # Encoders have two seeds.
-    plan = {**sizes, "arm": arm, "learning_rate": code_encoder.RATE, "seed": settings["seed"] % 2}
+    plan = {"arm": arm, "learning_rate": code_encoder.RATE, "seed": settings["seed"] % 2}
+    plan |= code_encoder.PLANS[settings["encoder"]]
     encoder, tokenizer, _ = code_encoder.load_encoder(plan)
     torch.manual_seed(settings["seed"])
     plain = RobertaForSequenceClassification(code_encoder.make_config(plan, len(tokenizer)))
@@ -110,6 +116,10 @@ def add_arm(model: Any, settings: Settings, rows: Any, collate: Any) -> Any:
 def measure(settings: Settings) -> Values:
     """The scores of the test functions, and which of them were told right, in packs of 32."""
     functions, seed = read_functions(settings), settings["seed"]
+    if settings["arm"] == WORDS:
+        words = word_count_baseline(functions)
+        scores = {name: words["test"][name] for name in SCORES if name in words["test"]}
+        return {VALIDATION: words["validation"]["average_precision"], **scores}
     with torch.random.fork_rng():
         model, tokenizer = make_classifier(settings)
         length = model.config.max_position_embeddings - 2
@@ -129,15 +139,17 @@ def measure(settings: Settings) -> Values:
                 logits = predict_logits(model, rows["validation"], collate)
                 score = compute_metrics(logits, labels["validation"])["average_precision"]
                 if score > best[VALIDATION]:
-                    best.update({VALIDATION: score, "logits": predict_logits(model, rows["test"], collate)})
+                    best.update({VALIDATION: score, "weights": copy.deepcopy(model.state_dict())})
             return False
 
         loss = batch_loss(model, rows["train"], min(BATCH, len(rows["train"])), seed, collate)
         fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
-    if "logits" not in best:  # diverged
+    if "weights" not in best:  # diverged
         return {VALIDATION: math.nan, **dict.fromkeys(SCORES, math.nan)}
-    classes = best["logits"].argmax(1).tolist()
-    found = compute_metrics(best["logits"], labels["test"]) | pair_rates_of(functions["test"], classes)
+    model.load_state_dict(best["weights"])
+    logits = predict_logits(model, rows["test"], collate)
+    classes = logits.argmax(1).tolist()
+    found = compute_metrics(logits, labels["test"]) | pair_rates_of(functions["test"], classes)
     right = [int(a == b) for a, b in zip(classes, labels["test"], strict=True)]
     packed = [float(sum(bit << k for k, bit in enumerate(right[i : i + 32]))) for i in range(0, len(right), 32)]
     return {VALIDATION: best[VALIDATION], **{name: found[name] for name in SCORES if name in found}, "right": packed}
@@ -146,22 +158,17 @@ def measure(settings: Settings) -> Values:
 # --- results ------------------------------------------------------------------------------------------------------
 
 
-def only_one_right(case: Case, arm: str, other: str = PLAIN) -> tuple[int, int]:
-    """Test functions, over all seeds, that one arm alone tells right, and the other alone."""
-    counts = [0, 0]
-    for one, two in zip(case.runs[arm], case.runs[other], strict=True):
-        for a, b in zip(map(int, one.values["right"]), map(int, two.values["right"]), strict=True):
-            counts[0] += (a & ~b).bit_count()
-            counts[1] += (b & ~a).bit_count()
-    return counts[0], counts[1]
-
-
 def _mcnemar(case: Case, arm: str) -> list[float] | None:
     """The p-value of McNemar's exact test of an arm against plain, on the answers of all seeds."""
     if arm == PLAIN or any("right" not in run.values for run in (*case.runs[arm], *case.runs[PLAIN])):
         return None
-    gained, lost = only_one_right(case, arm)
-    return [float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0]
+    gained = lost = 0  # functions that the arm alone tells right, and that plain alone does
+    for one, two in zip(case.runs[arm], case.runs[PLAIN], strict=True):
+        for a, b in zip(map(int, one.values["right"]), map(int, two.values["right"]), strict=True):
+            gained += (a & ~b).bit_count()
+            lost += (b & ~a).bit_count()
+    p = float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+    return [p] * len(case.runs[arm])  # of all seeds together
 
 
 COMPARISON = Comparison(
@@ -170,7 +177,7 @@ COMPARISON = Comparison(
     lambda run: -float(run.values[VALIDATION]),
     {
         **all_measured(VALIDATION, *SCORES, "learning_rate"),
-        OVER_PLAIN: difference(tuple(arm for arm in ARMS if arm != PLAIN), PLAIN, "average_precision"),
+        OVER_PLAIN: difference(ARMS[1:], PLAIN, "average_precision", higher_is_better=True),
         MCNEMAR: _mcnemar,
     },
     judged=(OVER_PLAIN,),

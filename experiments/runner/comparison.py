@@ -58,16 +58,22 @@ def compared(arms: Collection[str], rival: str, compare: Callable[[Run, Run], An
     return column
 
 
-def difference(arms: Collection[str], rival: str, name: str) -> Column:
-    """A value of some variants minus that of a rival; infinite where a variant diverged."""
-    return compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) - other.values[name])
+def difference(arms: Collection[str], rival: str, name: str, *, higher_is_better: bool = False) -> Column:
+    """A value of some variants minus that of a rival; infinite where one of them alone diverged."""
+    sign = -1 if higher_is_better else 1
+
+    def compare(run: Run, other: Run) -> float:
+        return sign * (worst_if_nan(sign * run.values[name]) - worst_if_nan(sign * other.values[name]))
+
+    return compared(arms, rival, compare)
 
 
 def difference_by_part(arms: Collection[str], rival: str, name: str) -> Column:
     """The same of a value that is a list: of the parts of a test text."""
 
     def compare(run: Run, other: Run) -> list[float]:
-        return [worst_if_nan(a) - b for a, b in zip(run.values[name], other.values[name], strict=True)]
+        pairs = zip(run.values[name], other.values[name], strict=True)
+        return [worst_if_nan(a) - worst_if_nan(b) for a, b in pairs]
 
     return compared(arms, rival, compare)
 

@@ -178,8 +178,8 @@ def summarise(runs: Sequence[Run]) -> Rows:
 def worst_if_nan(score: float) -> float:
     """A score of which lower is better, with NaN (a run that diverged) counted as infinite.
 
-    Used to choose learning rates. In a comparison it is applied to the RSA run, so that divergence counts against
-    RSA, unless the other run diverged too.
+    Used to choose learning rates, and in comparisons: what diverges alone is worse, which counts against RSA but not
+    for it, since an infinite mean has no interval.
     """
     return math.inf if math.isnan(score) else score
 

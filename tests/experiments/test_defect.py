@@ -8,6 +8,7 @@ import torch
 from experiment_runs import fake_runs
 from experiments import code_encoder, defect
 from experiments.variants import DEFAULT, patched_modules
+from rsa_hf.tasks import word_count_baseline
 from rsa_hf.tasks.python_defects import Example
 
 FUNCTIONS = [
@@ -29,12 +30,12 @@ def small(monkeypatch, data_folder, tmp_path):
     code_encoder.code_tokenizer.cache_clear()
 
 
-@pytest.mark.parametrize("arm", defect.ARMS)
+@pytest.mark.parametrize("arm", defect.ENCODED)
 def test_a_variant_begins_as_its_encoder_and_is_scored(small, arm):
     settings = {**small, "arm": arm, "seed": 1}
     model, _ = defect.make_classifier(settings)
     kind = defect.ENCODERS.get(arm, "plain")
-    plan = dict(zip(code_encoder.NAMES, code_encoder.PLANS["toy"], strict=True))
+    plan = code_encoder.PLANS["toy"]
     encoder, _, _ = code_encoder.load_encoder({**plan, "arm": kind, "learning_rate": code_encoder.RATE, "seed": 1})
     for name, weight in encoder.roberta.state_dict().items():
         assert torch.equal(weight, model.roberta.state_dict()[name]), name
@@ -53,6 +54,8 @@ def test_an_encoder_of_another_seed_and_another_share_are_taken(small):
     assert torch.equal(weights[0][name], weights[2][name])
     shares = [{e.func for e in defect.read_functions(settings)["train"]} for settings in (first, other)]
     assert [len(share) for share in shares] == [20, 20] and shares[0] != shares[1]
+    words = defect.measure({**first, "arm": defect.WORDS, "learning_rate": 0.0})
+    assert words["accuracy"] == word_count_baseline(defect.read_functions(first))["test"]["accuracy"]
 
 
 def test_mcnemars_test_is_of_the_answers():
