@@ -63,9 +63,9 @@ class FormHeads(RSAHeads):
         if self.form == "nothing":
             return mix(attention, torch.zeros_like(attention[:, :, list(heads)]).transpose(1, 2), gate, heads)
         T, S = attention.shape[1], value.shape[2]
-        lag = torch.arange(S - T, S, device=value.device)[:, None] - torch.arange(S, device=value.device)
-        lag = lag if mask is None or mask.causal else lag.abs()
-        P = torch.where(lag > 0, self.weights(S)[:, lag.clamp(min=0)], 0)
+        past = self.weights(S).flip(1)
+        future = torch.zeros_like(past) if mask is None or mask.causal else past.flip(1)
+        P = torch.cat([past, future[:, 1:]], dim=1).unfold(1, S, 1).flip(1)[:, S - T :]  # [R, T, S]
         groups = attention.shape[2] // value.shape[1]
         product = P @ take_heads(value, tuple(head // groups for head in heads), dim=1)
         return mix(attention, product, gate, heads)
