@@ -1,5 +1,7 @@
 """References written from the paper's formulas, without the paths that they check."""
 
+import functools
+
 import torch
 
 
@@ -22,13 +24,13 @@ def double_loop(
     rows = []
     for h, kind in enumerate(kinds):
         seen = visible[:, h if visible.shape[1] > 1 else 0, ..., None].to(value.dtype)
+        f = functools.cache(functools.partial(weight, kind, decay[h], theta[h]))
         for t in range(T):
             row = torch.zeros(B, D, dtype=value.dtype)
             for s in range(S):
                 lag = start + t - s if causal else abs(start + t - s)
                 if lag >= 1 and lag % dilation[h] == 0:
-                    f = weight(kind, decay[h], theta[h], lag // dilation[h])
-                    row = row + seen[:, t, s] * f * value[:, h, s]
+                    row = row + seen[:, t, s] * f(lag // dilation[h]) * value[:, h, s]
             rows.append(row)
     return torch.stack(rows, dim=1).reshape(B, len(kinds), T, D)
 

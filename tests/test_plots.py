@@ -34,7 +34,7 @@ def figures(monkeypatch):
     return saved
 
 
-@pytest.mark.parametrize("layers", [1, 6, 48])
+@pytest.mark.parametrize("layers", [1, 6, 25])
 def test_every_layer_has_a_panel_and_a_gate(tmp_path, figures, layers):
     path = tmp_path / "new" / "rsa.png"
     plot_rem(gpt2(layers), path)

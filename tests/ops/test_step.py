@@ -16,7 +16,7 @@ from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.rem import Rems
 
 S = 45
-SIZES = [(6, 6, 1), (6, 2, 33), (8, 2, 64), (12, 4, 100)]
+SIZES = [(6, 6, 1), (6, 2, 33), (8, 2, 64), (6, 3, 100)]
 
 
 def named_layer(H):

@@ -66,7 +66,7 @@ def test_functions_without_their_twin_are_in_no_pair():
     assert pair_rates_of(examples[1:], [0, 1, 1]) == {}
 
 
-@pytest.mark.parametrize(("seed", "spread"), [(0, 1), (1, 6)])
+@pytest.mark.parametrize(("seed", "spread"), [pytest.param(0, 1, marks=pytest.mark.slow), (1, 6)])
 def test_intervals_are_percentiles_over_functions_drawn_again(seed, spread):
     """Against scikit-learn's scores of samples of another generator."""
     random = np.random.default_rng(seed)

@@ -85,8 +85,9 @@ def test_gradients_stop_at_the_carried_memory(tmp_path):
 PARTS = {"save_strategy": "steps", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("step", [3, 6, 8])
+@pytest.mark.parametrize(
+    ("name", "step"), [("lstm", 8), ("adaptive", 6), ("transformer_xl", 3), ("transformer_xl", 8)]
+)
 def test_killed_and_continued_is_bitwise_the_whole_run(tmp_path, name, step):
     """With dropout, and checkpoints inside epochs of 6 steps and at their end."""
     settings = {"max_steps": 10, **PARTS}
