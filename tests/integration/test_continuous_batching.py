@@ -65,7 +65,7 @@ def off_by(outputs, expected):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate(family, attention):
-    model, texts = patched(family, attention), prompts(7, 3, 21, 12, 1)
+    model, texts = patched(family, attention), prompts(7, 21, 1)
     expected = [alone(model, text) for text in texts]
     assert off_by(batched(model, texts), expected) <= 1e-4
     # Prompts are read in parts, beside requests that have one query each.
@@ -95,7 +95,7 @@ BROKEN = [partial(break_mask, change=ignored), anew_in_each_call, partial(break_
     ("family", "broken"), [("mistral", broken) for broken in BROKEN] + [("llama", broken) for broken in BROKEN[:2]]
 )
 def test_broken_recurrences_change_tokens(family, broken, monkeypatch):
-    model, texts = patched(family), prompts(7, 3, 21, 12, 1)
+    model, texts = patched(family), prompts(7, 21, 1)
     expected = [alone(model, text) for text in texts]
     broken(monkeypatch)
     assert off_by(batched(model, texts, max_batch_tokens=8), expected) == float("inf")

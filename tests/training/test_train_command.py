@@ -212,7 +212,7 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, run):
     "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, run, number):
-    settings = {**LM, "train_file": str(text), "max_steps": 60, "eval_steps": 5, "save_steps": 5}
+    settings = {**LM, "train_file": str(text), "max_steps": 40, "eval_steps": 5, "save_steps": 5}
     words = ["train", "lm", written(tmp_path, settings), "--output_dir"]
     code, out, _ = run(*words, tmp_path / "whole")
     assert code == 0 and "the run starts." in out
