@@ -206,7 +206,7 @@ def test_a_method_with_other_parameters_is_refused(monkeypatch):
     model, cls = build_adapted("gptj"), modeling_gptj.GPTJAttention
     original = inspect.unwrap(cls._attn)
     monkeypatch.setattr(cls, "_attn", lambda self, states: original(self, states))
-    assert_refused(model, RuntimeError, r"transformers ≥ 5.17, < 6; installed is .*GPTJAttention")
+    assert_refused(model, RuntimeError, r"transformers ≥ 5.17, < 5.24; installed is .*GPTJAttention")
 
 
 def test_a_projection_that_is_not_called_is_an_error():
