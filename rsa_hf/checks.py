@@ -25,6 +25,7 @@ from rsa_hf.children import heads_of, shared_copy
 from rsa_hf.config import RSAConfig
 from rsa_hf.layer import RSAHeads
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
+from rsa_hf.utils.versions import CACHE
 
 LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
 TOLERANCE = 2e-3  # share of RSA's effect
@@ -102,7 +103,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Streams, Any]:
     out = network(**inputs)
     streams = {} if (encoder := out.get("encoder_last_hidden_state")) is None else {"input_ids": encoder}
     streams[_text_of(inputs)] = out["logits"] if "logits" in out else out["last_hidden_state"]
-    return streams, out.get("past_key_values")
+    return streams, out.get(CACHE)
 
 
 def _text_of(inputs: dict[str, Any]) -> str:
@@ -264,7 +265,7 @@ def check_causality(subject: Subject) -> str:
 
 def check_cache(subject: Subject) -> str:
     """A text that is read in pieces with a cache gives the outputs of the whole text."""
-    if not subject.accepts("past_key_values") or subject.leak > NOTHING:
+    if not subject.accepts(CACHE) or subject.leak > NOTHING:
         raise NotApplicable("no causal decoder, so there is no cache")
     if subject.text not in subject.reached():
         raise NotApplicable("the decoder has no RSA heads")
@@ -291,7 +292,7 @@ def _in_pieces(subject: Subject, model: PreTrainedModel, pieces: Sequence[int]) 
     ids = subject.inputs[subject.text]
     cache, found = None, []
     for piece in ids.split([ids.shape[1] - sum(pieces), *pieces], dim=1):
-        inputs = {**subject.inputs, subject.text: piece, "past_key_values": cache, "use_cache": True}
+        inputs = {**subject.inputs, subject.text: piece, CACHE: cache, "use_cache": True}
         streams, cache = _run(model, inputs)
         found.append(streams[subject.text])
     return torch.cat(found, dim=1)

@@ -4,6 +4,8 @@ import inspect
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.codegen.modeling_codegen import CodeGenAttention
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from families import effect_of_later_tokens, tiny_config
 
@@ -60,7 +62,9 @@ for _name in ("megatron_bert_causal", "rembert_causal", "roformer_causal"):
     if effect_of_later_tokens(build_adapted(_name)) > 0:
         del CONFIGS[_name]
 
-ADAPTED = sorted(CONFIGS)
+_CLASSES = {"codegen": CodeGenAttention, "gptj": GPTJAttention}
+# From transformers 5.24 on these go through the attention interface.
+ADAPTED = sorted(name for name in CONFIGS if name not in _CLASSES or hasattr(_CLASSES[name], "_attn"))
 _BIDIRECTIONAL = ("deberta", "deberta_v2", "megatron_bert", "mpnet", "roformer", "xlnet")
 CAUSAL = [name for name in ADAPTED if name not in (*_BIDIRECTIONAL, "xlnet_causal")]
 # A plain causal XLNet fails on padding in transformers.

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -93,7 +92,7 @@ def _attention_with_rsa(
         is_causal = bool(planned) and (attention_mask is None or attention_mask.dim() == 2)
         in_cache = keywords.get("cache") is not None
         require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
-    if isinstance(keywords.get("cache"), PagedAttentionCache):
+    if "write_index" in keywords:  # of a paged cache
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
     mixed = mix_recurrence(
@@ -124,7 +123,8 @@ def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None)
 def architecture_of(module: nn.Module) -> Architecture | None:
     """The row of `architectures/table.py` for an attention module's class; None if it has none."""
     rows = (_BY_CLASS.get((cls.__module__, cls.__name__)) for cls in type(module).__mro__)
-    return next((row for row in rows if row is not None), None)
+    # A class without the method has gone over to the interface.
+    return next((row for row in rows if row is not None and hasattr(module, row.method)), None)
 
 
 def connect(model: nn.Module) -> None:

@@ -47,29 +47,33 @@ class _StandInForPagedCache(PagedAttentionCache):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as the cache is: it reads lengths from tensors
-def paged_attention_with_rsa(
-    base: Callable[..., Any], module: nn.Module, *arguments: Any, cache: PagedAttentionCache, **keywords: Any
-) -> Any:
+def paged_attention_with_rsa(base: Callable[..., Any], module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Call an attention function of transformers for the requests of a paged cache, and mix in P V.
 
-    `arguments` are Q, [1, H, T, D]; K and V, [1, Hv, T, D]; the additive mask, [1, 1, T, S]; and more that it takes.
+    `arguments` are Q, [1, H, T, D]; K and V, [1, Hv, S, D]; the additive mask, [1, 1, T, S]; and more that it takes.
+    Before transformers 5.24 it takes the cache too, and K and V are those of the T queries.
     """
     rsa, mask = cast(RSAHeads, heads_of(module)), arguments[3]
     if keywords.get("block_table") is not None or mask is None:
         raise NotImplementedError(_NO_FLASH)
     if rsa.spec.causal is False:
         raise NotImplementedError("Continuous batching is causal: RSAConfig(causal=False) works with generate() only.")
-    seen = _StandInForPagedCache(cache)
-    output, weights = base(module, *arguments, cache=seen, **keywords)
-    ends = (tuple(remembered(Tensor.tolist, x)) for x in (keywords["cu_seq_lens_q"], seen.key_ends))
+    if "cache" in keywords:
+        keywords["cache"] = seen = _StandInForPagedCache(keywords["cache"])
+        output, weights = base(module, *arguments, **keywords)
+        value, key_ends = seen.value, seen.key_ends
+    else:
+        output, weights = base(module, *arguments, **keywords)
+        value, key_ends = arguments[2], keywords["cu_seq_lens_k"]
+    ends = (tuple(remembered(Tensor.tolist, x)) for x in (keywords["cu_seq_lens_q"], key_ends))
     visible, places = remembered(_read_requests, mask, *ends)
     attention = output[0, : len(places)]
     if places.dim() == 2:
-        mixed = run_heads(module, rsa, attention[:, None], seen.value[0, :, places].transpose(0, 1), visible)[:, 0]
+        mixed = run_heads(module, rsa, attention[:, None], value[0, :, places].transpose(0, 1), visible)[:, 0]
     else:
         of_keys = attention.new_zeros(visible.key_length, *attention.shape[1:])
         of_keys[places] = attention
-        mixed = run_heads(module, rsa, of_keys[None], seen.value[:, :, : visible.key_length], visible)[0, places]
+        mixed = run_heads(module, rsa, of_keys[None], value[:, :, : visible.key_length], visible)[0, places]
     attention.copy_(mixed)
     return output, weights
 

@@ -36,6 +36,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from rsa_hf.utils.versions import CACHE
+
 
 @strict
 class SegmentConfig(PreTrainedConfig):
@@ -160,6 +162,11 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
     def _reorder_cache(self, parts: Sequence[Tensor] | None, beams: Tensor) -> tuple[Tensor, ...] | None:
         return None if parts is None else tuple(part.index_select(0, beams.to(part.device)) for part in parts)
 
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:  # type: ignore[override]
+        """Keep the state where beam search looks for a cache."""
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        return {**updated, CACHE: outputs.get(self.segment_state)}
+
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
         """Repeat the state for beams and several sequences per row: transformers repeats tensors, not tuples."""
         if kwargs.get(self.segment_state) is not None:
@@ -171,6 +178,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         self,
         input_ids: Tensor,
         past_key_values: Sequence[Tensor] | None = None,
+        cache: Sequence[Tensor] | None = None,
         mems: Sequence[Tensor] | None = None,
         state: Sequence[Tensor] | None = None,
         attention_mask: Tensor | None = None,
@@ -180,8 +188,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The next segment: all tokens, or only the last one if there is a state of those before it."""
-        # `generate` keeps what `mems` returned under the name `past_key_values`.
-        state = next((given for given in (past_key_values, mems, state) if given is not None), None)
+        state = next((given for given in (past_key_values, cache, mems, state) if given is not None), None)
         inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
         inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
         if is_first_iteration and inputs_embeds is not None:

@@ -186,7 +186,7 @@ def test_an_unsupported_transformers_is_named_by_every_command(tmp_path):
         assert ("Traceback" in done.stderr) == (command[-1] == USE)
         return done
 
-    words = "rsa_hf works with transformers ≥ 5.17, < 5.24; installed is 4.57.0."
+    words = "rsa_hf works with transformers ≥ 5.17, < 5.25; installed is 4.57.0."
     shown = run(1, *RSA_HF, "doctor").stdout
     assert f"FAIL  hooks                ImportError: {words} Install one that fits: pip install" in shown
     assert "see FAIL above" in shown

@@ -178,7 +178,7 @@ def test_memories_and_both_streams_are_equation_4(monkeypatch):
     ("name", "modeling", "kind"),
     [
         ("falcon", modeling_falcon, "FalconFlashAttention2"),
-        ("gptj", modeling_gptj, "GPTJFlashAttention2"),
+        *([("gptj", modeling_gptj, "GPTJFlashAttention2")] if "gptj" in ADAPTED else []),
         ("gpt_neo", modeling_gpt_neo, "GPTNeoFlashAttention2"),
     ],
 )
@@ -203,10 +203,10 @@ def test_classes_for_flash_attention_give_the_results_of_sdpa(name, modeling, ki
 
 
 def test_a_method_with_other_parameters_is_refused(monkeypatch):
-    model, cls = build_adapted("gptj"), modeling_gptj.GPTJAttention
+    model, cls = build_adapted("gpt_neo"), modeling_gpt_neo.GPTNeoSelfAttention
     original = inspect.unwrap(cls._attn)
     monkeypatch.setattr(cls, "_attn", lambda self, states: original(self, states))
-    assert_refused(model, RuntimeError, r"transformers ≥ 5.17, < 5.24; installed is .*GPTJAttention")
+    assert_refused(model, RuntimeError, r"transformers ≥ 5.17, < 5.25; installed is .*GPTNeoSelfAttention")
 
 
 def test_a_projection_that_is_not_called_is_an_error():

@@ -10,10 +10,10 @@ from rsa_hf.integration import install
 from rsa_hf.integration.hooks import Hook, install_hooks, is_installed
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "5.24.0", "6.0.0"])
+@pytest.mark.parametrize("version", ["5.16.1", "4.57.0", "5.25.0", "6.0.0"])
 def test_a_version_outside_the_range_is_an_error(version, monkeypatch):
     monkeypatch.setattr(integration.transformers, "__version__", version)
-    with pytest.raises(ImportError, match=rf"≥ 5.17, < 5.24; installed is {version}.*pip install"):
+    with pytest.raises(ImportError, match=rf"≥ 5.17, < 5.25; installed is {version}.*pip install"):
         install.__wrapped__()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from rsa_hf.integration.architectures.own_forward import Run, deberta_values, deberta_visible, own_forward
 from rsa_hf.integration.architectures.own_method import run_attn, run_gpt2, run_gpt_neo, run_openai_gpt, run_xlnet
+from rsa_hf.utils.versions import CACHE
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def _forward(model: str, name: str, heads: str, **options: Any) -> Architecture:
     return Architecture(model, name, own_forward(heads, **options), "forward", tuple(parameters))
 
 
-_ENCODER_DECODER: dict[str, Any] = {"cache": "past_key_values", "causal": "is_decoder"}
+_ENCODER_DECODER: dict[str, Any] = {"cache": CACHE, "causal": "is_decoder"}
 # BART's and BERT's former attention: one forward for encoders, decoders and cross-attention.
 _BART: dict[str, Any] = {
     "heads": "num_heads",
@@ -59,7 +60,7 @@ _UPCAST: dict[str, Any] = {"run": run_gpt2, "method": "_upcast_and_reordered_att
 
 ARCHITECTURES = (
     _forward("bloom", "BloomAttention", **_DENSE),
-    Architecture("codegen", "CodeGenAttention"),
+    Architecture("codegen", "CodeGenAttention"),  # as GPT-J, through the interface from transformers 5.24 on
     _forward("deberta", "DisentangledSelfAttention", source="in_proj", values=deberta_values, **_DEBERTA),
     _forward("deberta_v2", "DisentangledSelfAttention", source="value_proj", **_DEBERTA),
     Architecture("decision_transformer", "DecisionTransformerGPT2Attention", **_UPCAST),
@@ -75,9 +76,7 @@ ARCHITECTURES = (
     _forward("informer", "InformerProbSparseAttention", "num_heads", projection="out_proj", **_ENCODER_DECODER),
     _forward("megatron_bert", "MegatronBertSelfAttention", **_BERT),
     _forward("mpnet", "MPNetSelfAttention", "num_attention_heads", source="v", projection="o", causal=False),
-    _forward(
-        "mpt", "MptAttention", "n_heads", cache="past_key_values", projection="out_proj", read_mask=torch.logical_not
-    ),
+    _forward("mpt", "MptAttention", "n_heads", cache=CACHE, projection="out_proj", read_mask=torch.logical_not),
     _forward("mvp", "MvpAttention", **_BART),
     Architecture("openai", "Attention", run_openai_gpt, parameters=("q", "k", "v", "attention_mask")),
     _forward("rembert", "RemBertSelfAttention", **_BERT),

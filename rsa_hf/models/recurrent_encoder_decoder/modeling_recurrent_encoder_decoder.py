@@ -23,6 +23,7 @@ from rsa_hf.models.recurrent_encoder_decoder.configuration_recurrent_encoder_dec
     RecurrentEncoderDecoderConfig,
 )
 from rsa_hf.models.segments import SegmentForCausalLM, SegmentOutput
+from rsa_hf.utils.versions import CACHE
 
 __all__ = ["RecurrentEncoderDecoderForConditionalGeneration", "RecurrentEncoderDecoderModel"]
 
@@ -204,6 +205,7 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
         """The decoder's next segment: all tokens after the context, or the last one after a state."""
         names = ("decoder_attention_mask", "use_cache", "output_hidden_states")
         inputs = {name: kwargs[name] for name in names if name in kwargs}
+        state = kwargs.get(CACHE) or state
         behind_state = state is not None and not is_first_iteration
         inputs |= {"encoder_outputs": encoder_outputs, "state": state}
         return {**inputs, "decoder_input_ids": input_ids[:, -1:] if behind_state else input_ids}

@@ -1,0 +1,9 @@
+"""What the supported versions of transformers call differently."""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+
+# The argument and the output of a model that hold its keys and values.
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
