@@ -35,6 +35,7 @@ def test_the_head_and_the_rem_that_lower_the_loss_are_chosen():
     assert first.certainty > 5
 
 
+@pytest.mark.slow
 def test_heads_are_chosen_by_chance_as_rarely_as_allowed():
     found = 0
     for seed in range(100):

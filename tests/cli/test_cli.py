@@ -215,11 +215,13 @@ def test_paths_are_expanded(run, patched, tmp_path, monkeypatch):
     assert (tmp_path / "rsa.png").exists()
 
 
-def test_a_terminal_without_greek_letters_is_written_to(patched):
-    for arguments in (["inspect", patched[1]], ["doctor", "--help"]):
-        assert not run_python(*RSA_HF, *arguments, code=0, PYTHONIOENCODING="cp1252", COLUMNS="200").stderr
+@pytest.mark.parametrize("command", ["inspect", pytest.param("--help", marks=pytest.mark.slow)])
+def test_a_terminal_without_greek_letters_is_written_to(command, patched):
+    arguments = [command, patched[1]] if command == "inspect" else ["doctor", command]
+    assert not run_python(*RSA_HF, *arguments, code=0, PYTHONIOENCODING="cp1252", COLUMNS="200").stderr
 
 
+@pytest.mark.slow
 def test_a_script_named_like_the_command_imports_the_whole_package(tmp_path):
     script = tmp_path / "rsa-hf.py"
     script.write_text(

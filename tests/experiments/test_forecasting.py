@@ -112,6 +112,7 @@ def test_training_returns_the_model_with_the_lowest_validation_error(monkeypatch
     assert len(set(seen)) == 3 and model.value.item() == seen[1]
 
 
+@pytest.mark.slow
 def test_broken_rsa_loses(toy, monkeypatch):
     runs, conclusion = toy("forecasting")
     assert conclusion.verdict != "not confirmed"

@@ -67,6 +67,7 @@ def test_the_verdict_needs_a_gain_on_parity_too():
     assert "(aa)*, rsa: " in found.findings[0] and "beyond the lengths trained on 0.975" in found.findings[0]
 
 
+@pytest.mark.slow
 def test_rems_without_signs_lose(toy, monkeypatch):
     runs, conclusion = toy("regular-languages")
     # A REM can count modulo 2, as (aa)* needs; no REM helps on Parity.

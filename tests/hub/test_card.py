@@ -60,7 +60,9 @@ def test_a_plain_model_saved_in_its_place_takes_its_part_out(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: build("gpt2"), lambda: tiny.build("transfo-xl")], ids=["transformers", "ours"]
+    "make",
+    [pytest.param(lambda: build("gpt2"), marks=pytest.mark.slow), lambda: tiny.build("transfo-xl")],
+    ids=["transformers", "ours"],
 )
 def test_the_code_on_a_card_loads_the_model(make, tmp_path):
     model = patch_model(make(), RSAConfig(num_regular=1))

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from architectures import ADAPTED, build_adapted
-from families import ATTENTIONS, FULL_PLAN, build, inputs
+from families import FULL_PLAN, build, inputs
 from rsa_hf import patch_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-CASES = [(family, attention) for family in ("gpt2", "llama") for attention in ATTENTIONS]
+CASES = [("gpt2", "sdpa"), ("llama", "eager")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "eager"), ("llama", "sdpa"))]
 CASES += [pytest.param(n, None, marks=[] if n == "gpt_neo" else pytest.mark.slow) for n in ADAPTED]
 
 

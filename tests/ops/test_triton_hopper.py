@@ -26,6 +26,7 @@ def assert_fits_the_chip(found):
             assert kernel["wide_loads"], kernel
 
 
+@pytest.mark.slow
 def test_the_main_kernels_fit_the_chip():
     found = compile_for_hopper("everything", "powers", "learned", "step")
     assert len(found) == 8

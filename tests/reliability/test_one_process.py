@@ -141,7 +141,8 @@ def test_patching_and_unpatching_leak_nothing(family):
 
 
 @needs_proc
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_generating_leaks_nothing(family):
     """The cache is cropped for GPT-2, which has 128 positions, and slides for Mistral."""
     model = patch_model(build_language_model(family, "eager" if family == "gpt2" else "sdpa"), PLANS[0])

@@ -209,7 +209,8 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, run):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGKILL, signal.SIGINT))],
 )
 def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, run, number):
     settings = {**LM, "train_file": str(text), "max_steps": 40, "eval_steps": 5, "save_steps": 5}
