@@ -37,7 +37,7 @@ def test_vd_score_is_the_best_of_all_thresholds(rows, max_fpr):
 
 
 def test_vd_score_by_hand():
-    scores, labels = [*range(500), 998.5, 994.5, 990.5, -1.0], [0] * 1000 + [1] * 4
+    scores, labels = [*range(1000), 998.5, 994.5, 990.5, -1.0], [0] * 1000 + [1] * 4
     assert vd_score(scores, labels) == 0.5  # 5 of 1,000 clean functions may be above the threshold
     assert vd_score(scores, labels, max_fpr=0.0) == 1
     with pytest.raises(ValueError, match="max_fpr=7"):
