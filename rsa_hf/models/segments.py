@@ -177,8 +177,6 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
         input_ids: Tensor,
-        past_key_values: Sequence[Tensor] | None = None,
-        cache: Sequence[Tensor] | None = None,
         mems: Sequence[Tensor] | None = None,
         state: Sequence[Tensor] | None = None,
         attention_mask: Tensor | None = None,
@@ -188,7 +186,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The next segment: all tokens, or only the last one if there is a state of those before it."""
-        state = next((given for given in (past_key_values, cache, mems, state) if given is not None), None)
+        state = next((given for given in (kwargs.get(CACHE), mems, state) if given is not None), None)
         inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
         inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
         if is_first_iteration and inputs_embeds is not None:
