@@ -37,7 +37,7 @@ PLANS = {  # tokens of a block, blocks of a step, steps, functions and pieces to
     "full": dict(zip(NAMES, (4, 192, 6, 256, 16, 6000, 10**9), strict=True)),
 }
 RATE, MASKED, EVALUATIONS = 1e-3, 0.15, 20  # the rate of toy and quick, and of the encoders of `defect`
-RATES = (1e-3, 3e-3)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SCORED_BLOCKS = 400  # of validation functions
 EVERY = 250  # steps between the states from which an interrupted training goes on
 LOSS, RATIO, OVER_PLAIN = "nats per masked token", "tokens / plain", "nats per masked token − plain"
@@ -235,7 +235,7 @@ EXPERIMENT = compare_variants(
     "same encoder without RSA heads with fewer tokens.",
     published="None: the paper trains no masked language model.",
     remark="RSA heads are those of RSAConfig.from_scratch; the quick size has one learning rate for all variants, "
-    "the full size chooses one of two by the loss shown, of the validation functions of Devign with the same masks.",
+    "the full size searches it by the loss shown, of the validation functions of Devign with the same masks.",
     seeds={"toy": 2, "quick": 2, "full": 2},
     grid=make_grid,
     measure=measure,
