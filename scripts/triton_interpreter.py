@@ -1,9 +1,10 @@
 """Repairs of Triton's interpreter, which runs kernels on a machine without a GPU (TRITON_INTERPRET=1).
 
-Only tests and `bench_gpu.py --dry` interpret kernels. As of Triton 3.6 the interpreter
+Only tests and `bench_gpu.py --dry` interpret kernels. The interpreter of Triton 3.6 to 3.9
 
 * keeps scalars as arrays of one element, of which NumPy makes no `int` since 2.4;
 * keeps bfloat16 as whole numbers, and multiplies those in matrix products;
+* keeps a comparison that is repeated to a block as 32-bit numbers, which its loads refuse as a mask since 3.9;
 * patches the whole language anew at every call of a helper function, which takes most of the time;
 * computes every sum and product of whole numbers again in 64 bits, to find overflow, which takes a third of the rest.
 """
@@ -26,6 +27,7 @@ def repair_interpreter() -> None:
 
     _count_with_numpy(interpreter)
     _multiply_bfloat16(interpreter)
+    _repeat_booleans(interpreter)
     _patch_once(interpreter)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -50,6 +52,15 @@ def _multiply_bfloat16(interpreter: Any) -> None:
         return original(self, a, b, *others)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _repeat_booleans(interpreter: Any) -> None:
+    original = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, x: Any) -> Any:
+        return interpreter.TensorHandle(original(self, kind, x).data.astype(x.data.dtype), x.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
 
 
 def _patch_once(interpreter: Any) -> None:

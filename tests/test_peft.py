@@ -19,7 +19,6 @@ from peft_adapters import (
     base_model,
     disturb,
     logits,
-    needs_newer_peft,
     needs_own_adapters,
     trained_adapter,
 )
@@ -243,7 +242,6 @@ def test_reports_and_parameter_groups_see_through_the_wrapper():
     assert (groups["rsa"]["lr"], groups["rsa"]["weight_decay"]) == (0.02 / scale, 0.0)
 
 
-@needs_newer_peft
 def test_patching_and_unpatching_a_peft_model_says_what_to_do():
     model, batch = trained_adapter("gpt2"), inputs("gpt2")
     before = logits(model, batch)

@@ -174,7 +174,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
             kwargs[self.segment_state] = tuple(part.repeat_interleave(expand_size, dim=0) for part in parts)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         mems: Sequence[Tensor] | None = None,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel
 from families import CONFIGS, FULL_PLAN, inputs
 from file_edits import edit_json, edit_tensors
 from hub_stand_in import USER
-from peft_adapters import PLAN, base_model, disturb, logits, needs_newer_peft, needs_own_adapters, trained_adapter
+from peft_adapters import PLAN, base_model, disturb, logits, needs_own_adapters, trained_adapter
 from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.integration.loading import _require_matching_keys
 from rsa_hf.integration.peft import hooks as peft_hooks
@@ -298,7 +298,6 @@ def test_plain_adapters_load_as_without_rsa_hf(tmp_path):
         way(patch_model(base_model("gpt2"), PLAN), tmp_path)
 
 
-@needs_newer_peft
 def test_an_adapter_is_uploaded_with_its_plan(hub, tmp_path):
     """As transformers saves it, save_pretrained(push_to_hub=True) uploads before it returns."""
     folder, repo = tmp_path / "adapter", f"{USER}/adapter"
@@ -317,7 +316,6 @@ def test_the_lock_stops_a_peft_without_rsa_hf(adapter, monkeypatch):
         PeftModel.from_pretrained(patch_model(base_model("gpt2"), PLAN), adapter)
 
 
-@needs_newer_peft
 def test_a_transformers_that_does_not_load_the_rates_is_an_error():
     model = base_model("gpt2")
     model.add_adapter(LoraConfig())

@@ -17,7 +17,7 @@ def _reach(rho, SHAPE: tl.constexpr):
     size = tl.abs(rho)
     decays = (size > 0.0) & (size < 1.0)
     inner = tl.where(decays, size, 0.5)
-    steps = tl.ceil(tl.log(NEGLIGIBLE * (1.0 - inner)) / tl.log(inner))
+    steps = tl.ceil(tl.log((1.0 - inner) * NEGLIGIBLE) / tl.log(inner))
     steps = tl.where(decays, steps, tl.where(size == 0.0, 1.0, FAR))
     return tl.maximum(tl.minimum(steps, FAR).to(tl.int32), SHAPE.lags)
 
