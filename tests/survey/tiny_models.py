@@ -81,6 +81,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
     "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 32},  # some layers have special roles
+    "dory": {
+        "num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
