@@ -22,7 +22,7 @@ METHODS = {
     "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 
-# transformers 5.24 asks for PEFT 0.22 before that is released, and uses nothing that PEFT 0.21 lacks.
+# transformers 5.24 asks for PEFT 0.22 before that is released; what is tested here works with 0.21 all the same.
 transformers.integrations.peft.MIN_PEFT_VERSION = peft.__version__
 # An older version does not load modules_to_save, and rsa_hf raises (test_peft_guard.py).
 needs_own_adapters = pytest.mark.skipif(

@@ -58,13 +58,11 @@ def paged_attention_with_rsa(base: Callable[..., Any], module: nn.Module, *argum
         raise NotImplementedError(_NO_FLASH)
     if rsa.spec.causal is False:
         raise NotImplementedError("Continuous batching is causal: RSAConfig(causal=False) works with generate() only.")
+    seen = None
     if "cache" in keywords:
         keywords["cache"] = seen = _StandInForPagedCache(keywords["cache"])
-        output, weights = base(module, *arguments, **keywords)
-        value, key_ends = seen.value, seen.key_ends
-    else:
-        output, weights = base(module, *arguments, **keywords)
-        value, key_ends = arguments[2], keywords["cu_seq_lens_k"]
+    output, weights = base(module, *arguments, **keywords)
+    value, key_ends = (arguments[2], keywords["cu_seq_lens_k"]) if seen is None else (seen.value, seen.key_ends)
     ends = (tuple(remembered(Tensor.tolist, x)) for x in (keywords["cu_seq_lens_q"], key_ends))
     visible, places = remembered(_read_requests, mask, *ends)
     attention = output[0, : len(places)]
