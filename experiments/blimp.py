@@ -162,10 +162,6 @@ def write_page(folder: Path, size: Size) -> None:
             for arm, scores in found.items()
         },
         "against plain": {arm: compare(found[PLAIN], found[arm]) for arm in found if arm not in (PLAIN, SHUT)},
-        "paradigm_accuracy": {
-            arm: {name: statistics.mean(each["right"]) for name, each in scores.items()}
-            for arm, scores in found.items()
-        },
         "machine": machine(),
         "versions": {name: version(name) for name in PACKAGES},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from experiments.corpora import training_blocks
 from experiments.runner.fit import adamw, batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_scores import evaluate_language_model
+
+PATIENCE = 5  # evaluations
 
 
 @dataclass(frozen=True)
@@ -105,22 +108,32 @@ def train_on_bytes(
     evaluations: int,
     seed: int,
     schedule: str = "constant_with_warmup",
+    early_stopping: bool = False,
 ) -> Curve:
     """Train, and score the model `evaluations` times, evenly spread. `seed` shuffles the blocks.
 
     The learning rate is constant after a warm-up over a twentieth of the steps, so that the curve does not depend on
-    the number of steps; with the schedule "warmup_stable_decay" it falls linearly to 0 over the last fifth.
+    the number of steps; with the schedule "warmup_stable_decay" it falls linearly to 0 over the last fifth. With early
+    stopping, training ends after `PATIENCE` evaluations without a lower score, and the best weights are restored.
     """
     optimizer = adamw(model, learning_rate)
     decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None
     rates = get_scheduler(schedule, optimizer, max(1, steps // 20), steps, scheduler_specific_kwargs=decay)
     curve, marks = Curve([], []), evaluation_steps(steps, evaluations)
+    best: dict[str, Tensor] = {}
 
-    def evaluate(step: int, _: Tensor) -> None:
-        if step in marks:
-            curve.tokens.append(float(step * shape.batch * shape.block))
-            curve.bits_per_byte.append(bits_per_byte(model, text.validation))
+    def evaluate(step: int, _: Tensor) -> bool:
+        if step not in marks:
+            return False
+        curve.tokens.append(float(step * shape.batch * shape.block))
+        curve.bits_per_byte.append(bits_per_byte(model, text.validation))
+        since = len(curve.tokens) - 1 - curve.bits_per_byte.index(min(curve.bits_per_byte))
+        if early_stopping and since == 0:
+            best.update(copy.deepcopy(model.state_dict()))
+        return early_stopping and since == PATIENCE
 
     loss = batch_loss(model, training_blocks(text), shape.batch, seed)
     fit(loss, optimizer, steps, model=model, schedule=rates, after_step=evaluate)
+    if best:
+        model.load_state_dict(best)
     return curve

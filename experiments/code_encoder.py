@@ -39,7 +39,6 @@ PLANS = {  # tokens of a block, blocks of a step, steps, functions and pieces to
 RATE, MASKED, EVALUATIONS = 1e-3, 0.15, 20  # the rate of toy and quick, and of the encoders of `defect`
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SCORED_BLOCKS = 400  # of validation functions
-EVERY = 250  # steps between the states from which an interrupted training goes on
 LOSS, RATIO, OVER_PLAIN = "nats per masked token", "tokens / plain", "nats per masked token − plain"
 
 
@@ -138,7 +137,7 @@ def build(settings: Settings, vocab_size: int) -> Any:
 
 
 def pretrained(settings: Settings) -> Path:
-    """The file of the weights and the curve of an encoder; an interrupted training goes on."""
+    """The file of the weights and the curve of an encoder."""
     name = f"code-encoder-{settings['arm'].replace(' ', '-')}"
     return cached(name, settings, ".pt", functools.partial(_pretrain, settings))
 
@@ -149,34 +148,22 @@ def _pretrain(settings: Settings, path: Path) -> None:
     train, scored = (in_blocks(texts, tokenizer, settings["length"]) for texts in read_code(settings["most"]))
     scored = scored[:SCORED_BLOCKS]
     model = build(settings, len(tokenizer)).to(default_device())
-    steps, batch, state = settings["steps"], settings["batch"], path.with_suffix(".state")
+    steps, batch = settings["steps"], settings["batch"]
     optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
-    marks, curve, done = evaluation_steps(steps, EVALUATIONS), Curve([], []), 0
-    if state.exists():
-        saved = torch.load(state, weights_only=False)
-        for part, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
-            part.load_state_dict(saved[name])
-        curve, done = saved["curve"], saved["step"]
+    marks, curve = evaluation_steps(steps, EVALUATIONS), Curve([], [])
     order = shuffled_rows(len(train), batch, settings["seed"])
-    for _ in range(done):
-        next(order)
 
     def loss(step: int) -> Tensor:
-        generator = torch.Generator().manual_seed((settings["seed"] + 1) * 10**6 + done + step)
+        generator = torch.Generator().manual_seed((settings["seed"] + 1) * 10**6 + step)
         return masked_loss(model, train[next(order)], tokenizer, generator)
 
     def after(step: int, _: Tensor) -> None:
-        now = done + step
-        if now in marks:
-            curve.tokens.append(float(now * batch * settings["length"]))
+        if step in marks:
+            curve.tokens.append(float(step * batch * settings["length"]))
             curve.bits_per_byte.append(validation_loss(model, scored, tokenizer))
-        if now % EVERY == 0:
-            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**states, "schedule": schedule.state_dict(), "curve": curve, "step": now}, state)
 
-    fit(loss, optimizer, steps - done, model=model, schedule=schedule, after_step=after)
+    fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=after)
     torch.save({"model": model.state_dict(), "tokens": curve.tokens, "losses": curve.bits_per_byte}, path)
-    state.unlink(missing_ok=True)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 
 from experiments import byte_models, language_model
 from experiments.byte_models import SHAPES, bits_by_part, bits_per_byte, train_on_bytes
-from experiments.corpora import read_corpus
+from experiments.corpora import read_corpus, read_part
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import count_parameters, default_device
@@ -44,6 +44,8 @@ SCORED_BYTES: dict[Size, int] = {"toy": 2_000, "quick": 200_000, "full": 200_000
 VALIDATION, TEST, PARTS, PARAMETERS = "validation", "test", "test by part", "parameters"
 OVER_PLAIN, OVER_CONVOLUTION = "test, bits per byte − plain", f"test, bits per byte − {CONVOLUTION}"
 GROUP = ("model", "text", "steps")
+PART_OF = " MB of "  # in the name of a text
+EVERY = 200  # steps between the evaluations of early stopping
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
@@ -56,7 +58,11 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
 
 
 def measure(settings: Settings) -> Values:
-    """Bits per byte, or per character of text8, of the validation and of the test text."""
+    """Bits per byte, or per character of text8, of the validation and of the test text.
+
+    On a text such as `0.1 MB of wikitext-2`, a byte model is trained over as many epochs as it gains from, with early
+    stopping by the validation text.
+    """
     arm, rate, seed, steps = (settings[name] for name in ("arm", "learning_rate", "seed", "steps"))
     torch.manual_seed(seed)
     model: Any
@@ -73,10 +79,16 @@ def measure(settings: Settings) -> Values:
     else:
         family, _, size = settings["model"].split()
         shape = SHAPES[size]
-        text = read_corpus(settings["text"], 10**9, settings["scored"], shape.block)
+        megabytes, _, corpus = settings["text"].rpartition(PART_OF)
+        if megabytes:
+            text = read_part(corpus, float(megabytes), settings["scored"], shape.block, seed)
+            training = {"evaluations": steps // EVERY, "early_stopping": True}
+        else:
+            text = read_corpus(corpus, 10**9, settings["scored"], shape.block)
+            training = {"evaluations": 0}
         validation, test = text.validation, text.test
         model = make_variant(arm, byte_models.build(family, shape), shape.block).to(default_device())
-        train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=0, seed=seed)
+        train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, seed=seed, **training)
     parts = bits_by_part(model, test)
     scores = {VALIDATION: bits_per_byte(model, validation), TEST: statistics.fmean(parts), PARTS: parts}
     return {**scores, PARAMETERS: float(count_parameters(model))}

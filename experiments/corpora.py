@@ -19,7 +19,7 @@ from rsa_hf.tasks.language_modeling import PreparedText, prepare_language_modeli
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.tasks.text8 import clean_text8
 from rsa_hf.tasks.text_blocks import TrainingBlocks
-from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts
+from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
 
 WIKITEXT = {"train": "train", "validation": "valid", "test": "test"}  # names of its files, and of Devign's
 LONGEST_FUNCTION = 10_000  # characters
@@ -83,9 +83,11 @@ def in_blocks(
         return prepare_language_modeling(config, tokenizer)
 
 
-def beginning(text: bytes, most: int) -> bytes:
-    """At most so many bytes of a text, in whole lines."""
-    return text[: line_boundary(text, 0, most)]
+def read_part(corpus: str, megabytes: float, eval_bytes: int, block: int, seed: int) -> PreparedText:
+    """As `read_corpus`, with a contiguous piece of about this size to train on; `seed` chooses where it begins."""
+    texts = read_splits(corpus)
+    train = portion(texts["train"], megabytes * 1e6 / len(texts["train"]), seed)
+    return in_blocks({**texts, "train": train}, None, block, eval_bytes)
 
 
 def portion(text: bytes, share: float, seed: int) -> bytes:

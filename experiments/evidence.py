@@ -19,7 +19,7 @@ from experiments.runner.panels import COLOURS, panels
 from experiments.runner.rate_search import finished_runs
 from experiments.runner.runner import FOLDER, read_runs
 from experiments.runner.summary import Row, Rows
-from experiments.variants import CONVOLUTION, DEFAULT, LINEAR_BIASES, NO_RECURRENCE, OF_GPT2
+from experiments.variants import CONVOLUTION, DEFAULT, NO_RECURRENCE
 
 FIGURE = Path("results") / "evidence.png"
 BEGIN, END = "<!-- evidence: written by `python -m experiments report` -->", "<!-- end of evidence -->"
@@ -70,22 +70,24 @@ def _confirmed(rows: Rows) -> Iterator[Effect]:
 
 
 def _over_rivals(root: Path) -> Iterator[Effect]:
-    """The best of the other positions, and of the other memories, by the validation text."""
+    """The plain model, and the best of the rivals that have run, by the validation text."""
     rows = _rows(rivals.EXPERIMENT, "full", root) or _rows(rivals.EXPERIMENT, "quick", root)
     for of_rsa in rows.find(confirmation.TEST, arm=DEFAULT):
         case = of_rsa.pick(confirmation.GROUP)
-        for kind in (("plain",), (LINEAR_BIASES, *OF_GPT2), rivals.MEMORIES):
-            behind = rivals.best_rival(rows, case, kind)
+        for arms in (("plain",), rivals.RIVALS[1:]):
+            behind = rivals.best_rival(rows, case, arms)
             yield _from_scratch(rows, behind.scaled(-1), behind.settings["arm"])
 
 
 def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:
     case = row.pick(confirmation.GROUP)
     model, _, size = case["model"].partition(" of ")
-    text = case["text"]
-    unit = "bits per character" if text == "text8" else "bits per byte"
+    part, _, corpus = case["text"].rpartition(confirmation.PART_OF)
+    text = TEXTS.get(corpus, corpus)
+    text = f"{part} MB of {text}, early stopping" if part else f"{text}, {case['steps']} steps"
+    unit = "bits per character" if corpus == "text8" else "bits per byte"
     name = f"{NAMES[model]}, {size}".removesuffix(", ")
-    return Effect(name, TEXTS.get(text, text), rival, row, rows.mean(confirmation.TEST, **case, arm=rival), unit)
+    return Effect(name, text, rival, row, rows.mean(confirmation.TEST, **case, arm=rival), unit)
 
 
 def _calibrated(root: Path) -> Iterator[Effect]:

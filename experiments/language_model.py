@@ -19,7 +19,7 @@ from experiments.byte_models import bits_per_byte
 from experiments.corpora import read_splits, text8_tokens
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference, measured
 from experiments.runner.experiment import Size, combinations
-from experiments.runner.fit import default_device, fit, step_time_ratio
+from experiments.runner.fit import default_device, fit
 from experiments.runner.summary import Settings, Values
 from experiments.variants import NO_RECURRENCE, add_rsa, variant_config
 from rsa_hf import param_groups
@@ -28,7 +28,6 @@ from rsa_hf.tasks.text_blocks import EvaluationSegments, TrainingTracks
 
 ARCHITECTURES = ("transformer-xl", "block-recurrent")
 VARIANTS = ("plain", "rsa", NO_RECURRENCE)
-TIME = "time of a step / plain"
 # One layer of the Block-Recurrent Transformer is recurrent and has no RSA heads. Transformer-XL normalises the input
 # of each block; the published models do not, and in so few steps then learn no more than the frequencies of symbols.
 SMALL = "small"
@@ -126,16 +125,11 @@ def measure(settings: Settings) -> Values:
     model: Any = build(architecture, vocab_size, settings["arm"])
     model.to(default_device())
     train_on_segments(model, train, settings["learning_rate"], settings["steps"])
-    values: Values = {
+    return {
         "validation": bits_per_byte(model, validation),
         "test": bits_per_byte(model, test),
         "parameters": float(model.num_parameters()),
     }
-    if settings["arm"] == "rsa":
-        plain: Any = build(architecture, vocab_size, "plain")
-        segments = torch.arange(BATCH * SEGMENT, device=model.device).view(BATCH, -1)
-        values[TIME] = step_time_ratio(model, plain.to(model.device), segments.remainder(vocab_size))
-    return values
 
 
 # --- results ------------------------------------------------------------------------------------------------------
@@ -152,10 +146,9 @@ COMPARISON = Comparison(
         **all_measured("learning_rate", "parameters"),
         OVER_PLAIN: difference({"rsa"}, "plain", "test"),
         OVER_NO_RECURRENCE: difference({"rsa"}, NO_RECURRENCE, "test"),
-        TIME: measured(TIME),
     },
     judged=(OVER_PLAIN, OVER_NO_RECURRENCE),
-    listed=(BITS, TIME),
+    listed=(BITS,),
     shown=BITS,
     label="bits per character, test text",
 )

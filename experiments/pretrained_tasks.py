@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from experiments.corpora import beginning, encode, in_blocks, portion, read_devign, read_splits, sample
+from experiments.corpora import encode, in_blocks, portion, read_devign, read_splits, sample
 from rsa_hf.tasks.defect_scores import compute_metrics
+from rsa_hf.tasks.text_data import line_boundary
 from rsa_hf.tasks.text_scores import evaluate_language_model
 
 EVALUATION_ROWS, EVALUATION_TOKENS = 64, 4096  # per batch; logits over a large vocabulary need much memory
@@ -81,7 +82,7 @@ def text_task(
     bytes.
     """
     texts = dict(read_splits("python functions" if name == "python" else name))
-    texts["train"] = portion(beginning(texts["train"], most), share, seed)
+    texts["train"] = portion(texts["train"][: line_boundary(texts["train"], 0, most)], share, seed)
     texts["test"] = portion(texts["test"], min(1, scored / len(texts["test"])), test_seed)
     prepared = in_blocks(texts, tokenizer, length, scored)
 

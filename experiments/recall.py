@@ -3,8 +3,6 @@
 A row has key-value pairs, and then each key once more at random places between blanks; where a key is repeated, the
 model has to name its value (multi-query associative recall: Arora et al., 2023, Zoology). A Llama with two layers can
 do it by passing each key on to its value in the first layer, and looking the key up in the second.
-
-Every variant is trained at several learning rates with the first seed, and at its best rate with the other seeds.
 """
 
 from __future__ import annotations

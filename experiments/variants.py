@@ -136,10 +136,3 @@ def sinusoids(longest: int, width: int) -> Tensor:
     """Sinusoidal positions [T, D] (Vaswani et al., 2017, section 3.5), as large as GPT-2's first embeddings."""
     angles = torch.arange(longest)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)
     return 0.02 * math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
-
-
-def scale_heads(attention: Tensor, heads: tuple[int, ...], factor: Tensor) -> Tensor:
-    """Multiply some heads of [B, T, H, D] by a factor for all of them (1,) or for each (R,)."""
-    factors = factor.new_ones(attention.shape[2])
-    factors[list(heads)] = factor.expand(len(heads))
-    return (factors[:, None] * attention).to(attention.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from experiments.forms import FormHeads
-from experiments.variants import NO_RECURRENCE, patched_modules, scale_heads
+from experiments.variants import NO_RECURRENCE, patched_modules
 from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
 
 PLAIN, CALIBRATED, LORA = "plain", "calibrated", "smallest lora"
@@ -53,4 +53,6 @@ class ScaledHeads(RSAHeads):
 
     def forward(self, attention: Tensor, *value_and_mask: Any) -> Tensor:
         """Attention [B, T, H, D] with some of its heads scaled."""
-        return scale_heads(attention, self.spec.heads, 1 + self.factor * self.spec.parameter_scale)
+        factors = self.factor.new_ones(attention.shape[2])
+        factors[list(self.spec.heads)] += self.factor * self.spec.parameter_scale
+        return (factors[:, None] * attention).to(attention.dtype)

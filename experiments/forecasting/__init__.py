@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_forecaster
 from experiments.forecasting.series import Series, load_series, windows
-from experiments.runner.comparison import Column, Comparison, all_measured, compare_variants, measured, ratio
+from experiments.runner.comparison import Comparison, all_measured, compare_variants, measured, ratio
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import count_parameters, default_device, fit
 from experiments.runner.summary import Settings, Values, worst_if_nan
@@ -91,7 +91,7 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
     def evaluate(step: int, _: Tensor) -> None:
         nonlocal best_state
         if step % steps == 0:
-            error = score(model, series, task, "validation", settings["stride"])[0]
+            error = score(model, series, task, "validation", settings["stride"])
             if error < min(map(worst_if_nan, errors), default=math.inf):
                 best_state = copy.deepcopy(model.state_dict())
             errors.append(error)
@@ -102,32 +102,24 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
 
 
 @torch.no_grad()
-def score(
-    model: nn.Module, series: Series, task: Task, part: str, stride: int, size: int = 256
-) -> tuple[float, float]:
-    """Mean squared and mean absolute error over the windows of a part, on standardised data."""
+def score(model: nn.Module, series: Series, task: Task, part: str, stride: int, size: int = 256) -> float:
+    """Mean squared error over the windows of a part, on standardised data."""
     model.eval()
     device = next(model.parameters()).device
     origins = series.origins(part, task.context, task.horizon, stride)
-    squared = absolute = 0.0
+    total = 0.0
     for chosen in origins.split(size):
         known, target, times = (x.to(device) for x in windows(series, chosen, task.context, task.horizon))
-        found = _errors(model(known, times), target)
-        squared, absolute = squared + found[0] * len(chosen), absolute + found[1] * len(chosen)
-    return squared / len(origins), absolute / len(origins)
+        total += float(F.mse_loss(model(known, times), target)) * len(chosen)
+    return total / len(origins)
 
 
-def naive_errors(series: Series, task: Task, stride: int, period: int) -> tuple[float, float]:
-    """Errors on the test part of the forecast that repeats the last period."""
+def naive_error(series: Series, task: Task, stride: int, period: int) -> float:
+    """The error on the test part of the forecast that repeats the last period."""
     origins = series.origins("test", task.context, task.horizon, stride)
     known, target, _ = windows(series, origins, task.context, task.horizon)
     again = known[:, -period:].repeat(1, -(-task.horizon // period), 1)[:, : task.horizon]
-    return _errors(again, target)
-
-
-def _errors(prediction: Tensor, target: Tensor) -> tuple[float, float]:
-    difference = prediction - target
-    return float(difference.square().mean()), float(difference.abs().mean())
+    return float(F.mse_loss(again, target))
 
 
 def measure(settings: Settings) -> Values:
@@ -141,28 +133,19 @@ def measure(settings: Settings) -> Values:
         model = make_forecaster(settings["family"], settings["arm"], task, **shape).to(default_device())
         torch.manual_seed(settings["seed"])  # of dropout, and of the keys that ProbSparse attention draws
         errors = train(model, series, task, settings)
-        mse, mae = score(model, series, task, "test", stride)
-    naive_mse, naive_mae = naive_errors(series, task, stride, settings["dilation"])
+        mse = score(model, series, task, "test", stride)
     return {
         "mse": mse,
-        "mae": mae,
         "validation mse": min(errors),
         "parameters": float(count_parameters(model)),
-        "naive mse": naive_mse,
-        "naive mae": naive_mae,
-        "validation errors": errors,
+        "naive mse": naive_error(series, task, stride, settings["dilation"]),
     }
 
 
 # --- results ------------------------------------------------------------------------------------------------------
 
 GROUP = ("series", "horizon", "family")
-OVER_PLAIN, OVER_NO_RECURRENCE = "rsa / plain", f"rsa / {NO_RECURRENCE}"
-ERRORS = ("mse", "mae")
-
-
-def _of_plain(name: str) -> Column:
-    return lambda case, arm: measured(name)(case, arm) if arm == "plain" else None
+OVER_PLAIN, OVER_NO_RECURRENCE = "mse, rsa / plain", f"mse, rsa / {NO_RECURRENCE}"
 
 
 # Learning rates are never chosen by the test error.
@@ -171,12 +154,13 @@ COMPARISON = Comparison(
     ("plain",),
     lambda run: float(run.values["validation mse"]),
     {
-        **all_measured(*ERRORS, "validation mse", "parameters", "learning_rate"),
-        **{f"naive {error}": _of_plain(f"naive {error}") for error in ERRORS},  # the same for all variants
-        **{f"{error}, {OVER_PLAIN}": ratio({"rsa"}, "plain", error) for error in ERRORS},
-        **{f"{error}, {OVER_NO_RECURRENCE}": ratio({"rsa"}, NO_RECURRENCE, error) for error in ERRORS},
+        **all_measured("mse", "validation mse", "parameters", "learning_rate"),
+        # The same for all variants.
+        "naive mse": lambda case, arm: measured("naive mse")(case, arm) if arm == "plain" else None,
+        OVER_PLAIN: ratio({"rsa"}, "plain", "mse"),
+        OVER_NO_RECURRENCE: ratio({"rsa"}, NO_RECURRENCE, "mse"),
     },
-    judged=(f"mse, {OVER_PLAIN}", f"mse, {OVER_NO_RECURRENCE}"),
+    judged=(OVER_PLAIN, OVER_NO_RECURRENCE),
     even=1,
     listed=("mse", "naive mse"),
     shown="mse",

@@ -141,10 +141,9 @@ EXPERIMENT = compare_variants(
     "without it: over all languages together, and on Parity.",
     published="None at hand. The conventions are those of Bhattamishra et al. (2020, arXiv 2009.11264).",
     remark="The Transformer, with RSA and without, has no position encoding, so it has no maximum length and counts "
-    "by its mask. A REM weights positions, independent of "
-    "their content. It can track what depends on position alone at any length, as in (aa)* and (abab)*; the state of "
-    "Parity, which each 1 flips, is not a weighted sum of the past. A variant that does not learn a language at the "
-    "training lengths shows nothing about longer ones.",
+    "by its mask. A REM weights positions, independent of their content. It can track what depends on position alone "
+    "at any length, as in (aa)* and (abab)*; the state of Parity, which each 1 flips, is not a weighted sum of the "
+    "past. A variant that does not learn a language at the training lengths shows nothing about longer ones.",
     seeds={"toy": 2, "quick": 3, "full": 5},
     grid=make_grid,
     measure=measure,

@@ -9,12 +9,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
 
+import rsa_hf
 from experiments.runner.summary import Run, Settings, Values
 
 Measure = Callable[[Settings], Values]
@@ -32,13 +33,8 @@ def machine() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that measured values depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("rsa_hf", "torch", "transformers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed: run from its sources"
-    return found
+    packages = {package: version(package) for package in ("torch", "transformers", "numpy")}
+    return {"python": platform.python_version(), "rsa_hf": rsa_hf.__version__, **packages}
 
 
 def default_jobs() -> int:

@@ -1,4 +1,4 @@
-"""The code encoder: its tokenizer, its masks, and a training that is interrupted."""
+"""The code encoder: its tokenizer, its masks, and what a training leaves."""
 
 import pytest
 import torch
@@ -48,29 +48,14 @@ def test_a_seventh_of_the_tokens_is_hidden(small):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_an_interrupted_training_goes_on_as_if_it_had_not_been(small, place, monkeypatch):
-    settings, evaluate, calls = small[place], code_encoder.validation_loss, []
-    whole = torch.load(code_encoder.pretrained(settings), weights_only=True)
-    code_encoder.pretrained(settings).unlink()
-    monkeypatch.setattr(code_encoder, "EVERY", 2)
-
-    def stop_once(*arguments):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(code_encoder, "validation_loss", stop_once)
-    with pytest.raises(KeyboardInterrupt):
-        code_encoder.pretrained(settings)
-    again = torch.load(code_encoder.pretrained(settings), weights_only=True)
-    assert len(calls) < 2 * settings["steps"]
-    assert (again["tokens"], again["losses"]) == (whole["tokens"], whole["losses"])
-    for name, weight in whole["model"].items():
-        assert torch.equal(weight, again["model"][name]), name
-    assert code_encoder.measure(settings)["nats per masked token"] == whole["losses"][-1]
-    model, _, _ = code_encoder.load_encoder(settings)
-    assert torch.equal(dict(model.named_parameters())["lm_head.bias"], whole["model"]["lm_head.bias"])
+def test_a_trained_encoder_is_loaded_with_its_last_loss(small, place):
+    settings = small[place]
+    model, tokenizer, saved = code_encoder.load_encoder(settings)
+    assert code_encoder.measure(settings)["nats per masked token"] == saved["losses"][-1]
+    scored = code_encoder.in_blocks(TEXTS[-10:], tokenizer, settings["length"])
+    assert code_encoder.validation_loss(model, scored, tokenizer) == pytest.approx(saved["losses"][-1], abs=1e-6)
+    untrained = code_encoder.build(settings, len(tokenizer))
+    assert abs(code_encoder.validation_loss(untrained, scored, tokenizer) - saved["losses"][-1]) > 1e-3
 
 
 def runs(arm, losses):

@@ -63,15 +63,12 @@ def expected_rows():
         rows += [(arms, rival) for arms in chosen.values()]
     size = "full" if (ROOT / FOLDER / "rivals" / "full").exists() else "quick"
     compared = cells("rivals", size)
+    memories = ("token shift", "short convolution", "learned toeplitz")
     for model, text in dict.fromkeys((run["cell"]["model"], run["cell"]["text"]) for run in compared):
         arms = by_arm(compared, {"model": model, "text": text})
-        for kind in (
-            ("plain",),
-            ("linear biases", "rotary", "sinusoidal"),
-            ("token shift", "short convolution", "learned toeplitz"),
-        ):
-            of_kind = [arm for arm in kind if arm in arms]
-            rows.append((arms, min(of_kind, key=lambda arm: np.mean([run["validation"] for run in arms[arm]]))))
+        others = [arm for arm in ("linear biases", "rotary", "sinusoidal", *memories) if arm in arms]
+        best = min(others, key=lambda arm: np.mean([run["validation"] for run in arms[arm]]))
+        rows += [(arms, "plain"), (arms, best)]
     for arms, rival in rows:
         ours, theirs = (np.array([run["test by part"] for run in arms[arm]]) for arm in ("two free lags", rival))
         yield rival, mean_and_interval(ours - theirs)

@@ -1,9 +1,12 @@
 """RSA against rivals: which variants run, and what is concluded. test_experiments.py has the verdict."""
 
 import pytest
+import torch
 
 from experiment_runs import conclude, fake_runs, finished
 from experiments import rivals
+from experiments.byte_models import SHAPES, bits_per_byte, build, train_on_bytes
+from experiments.corpora import read_part, read_splits, training_blocks
 from experiments.runner.experiment import find_experiment
 from experiments.variants import CONVOLUTION, DEFAULT, OF_GPT2
 
@@ -41,3 +44,32 @@ def test_each_text_has_a_best_rival_of_its_own():
     one = [*runs("plain", 3.0, 3.1, 3.05), *runs(CONVOLUTION, 2.5, 2.52, 2.51), *runs(DEFAULT, 2.4, 2.42, 2.41)]
     other = [runs(arm, *tests, text="wikitext-2") for arm, tests in (("plain", (3.0, 3.1)), (DEFAULT, (2.9, 2.92)))]
     assert conclude("rivals", one, *other).answer.endswith(f"-0.100 ({CONVOLUTION}), -0.140 (plain)")
+
+
+def test_the_plain_models_text_for_an_equal_score_is_interpolated_over_log_size():
+    scores = {"plain": (3.0, 2.0), DEFAULT: (2.5, 1.9)}
+    sizes = ("0.1 MB of python", "1.0 MB of python")
+    found = [runs(arm, of[i], of[i], text=size) for i, size in enumerate(sizes) for arm, of in scores.items()]
+    one, other = conclude("rivals", *found).findings[-2:]
+    assert one.endswith("needs 0.32 MB for the score of RSA") and "needs more than 1.0 MB" in other
+
+
+def test_early_stopping_ends_with_the_best_weights():
+    text = read_part("python", 0.004, 2000, 64, 0)
+    curves, left = [], []
+    for early_stopping in (False, True):
+        torch.manual_seed(0)
+        model = build("llama", SHAPES["0.03M"])
+        plan = {"learning_rate": 3e-2, "steps": 200, "evaluations": 20, "seed": 0}
+        curves.append(
+            train_on_bytes(model, text, SHAPES["0.03M"], early_stopping=early_stopping, **plan).bits_per_byte
+        )
+        left.append(bits_per_byte(model, text.validation))
+    assert left[0] == curves[0][-1] > min(curves[0]) == left[1]
+    assert curves[1] == curves[0][: len(curves[1])] and len(curves[1]) == curves[1].index(min(curves[1])) + 6
+
+
+def test_a_seed_chooses_the_part_of_a_text():
+    parts = [bytes(training_blocks(read_part("python", 0.02, 2000, 64, seed)).token_ids.tolist()) for seed in (0, 1)]
+    assert parts[0] != parts[1] and all(19_000 < len(part) <= 20_100 for part in parts)
+    assert all(part in read_splits("python")["train"] for part in parts)
