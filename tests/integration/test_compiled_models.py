@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from architectures import ADAPTED, build_adapted
-from families import FULL_PLAN, build, inputs
-from rsa_hf import patch_model
+from families import FULL_PLAN, build, inputs, patched, tokens
+from rsa_hf import patch_model, unpatch_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 CASES = [("gpt2", "sdpa"), ("llama", "eager")]
@@ -30,3 +32,22 @@ def test_a_training_step_is_one_graph(name, attention):
     assert sum(bool(value.any()) for value in expected.values()) > 10
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.slow  # exports a model
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_decoder_exported_with_a_static_cache_generates_as_it_did(name):
+    model, ids = patched(name), tokens(1, 20)
+    cache = {"batch_size": 1, "max_cache_len": 32}
+    model.generation_config = GenerationConfig(
+        use_cache=True, cache_implementation="static", max_length=32, cache_config=cache
+    )
+    exportable = TorchExportableModuleForDecoderOnlyLM(model, **cache)
+    inputs = {"input_ids": ids[:, :6], "cache_position": torch.arange(6)}
+    lengths = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "cache_position": {0: torch.export.Dim.DYNAMIC}}
+    step = exportable.export(**inputs, dynamic_shapes=lengths).module()
+    places = torch.arange(20).split([9, 6, 5])
+    found = torch.cat([step(input_ids=ids[:, place], cache_position=place) for place in places], dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert (unpatch_model(model)(ids).logits - found).abs().max() > 1e-2  # the control
