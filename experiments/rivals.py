@@ -4,9 +4,8 @@ Each rival has its best learning rate, found by the same search, and scores are 
 GPT-2 has learned positions, which are slow to learn: rotary, sinusoidal or no positions with linear biases in their
 place, and the memories of `variants.py`, say how much of RSA's gain is a matter of positions, and how much anything
 that passes on the last tokens gains too. The quick size trains on about three bytes a parameter. The full size has the
-same models at about 25 bytes a parameter, on small parts of the text, over as many epochs as they gain from (early
-stopping, no dropout), and larger ones. Where it cannot run whole, the plain model and the rival that is best at the
-quick size come first, which was decided before it ran.
+same models at 25, or on a small part of the text over as many epochs as they gain from (early stopping, no dropout),
+and larger ones. The plain model and the best rival of the quick size run first, which was decided before.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     return [
         {**dict(zip(GROUP, case, strict=True)), "scored": SCORED_BYTES[size], **each}
         for case in CASES[size]
-        for each in combinations(arm=(*RIVALS, *RSA), learning_rate=RATES, seed=range(seeds))
+        for rates in [(3e-5, 1e-4, *RATES, 1e-1, 3e-1) if PART_OF in case[1] else RATES]
+        for each in combinations(arm=(*RIVALS, *RSA), learning_rate=rates, seed=range(seeds))
         if each["arm"] not in OF_GPT2 or case[0].startswith("gpt2")
     ]
 
