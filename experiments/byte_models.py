@@ -1,16 +1,16 @@
-"""Byte-level language models trained from scratch: sizes, training, and the learning curve."""
+"""Byte-level language models trained from scratch: sizes, training, and scores."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_scheduler
 
 from experiments.corpora import training_blocks
-from experiments.runner.fit import adamw, batch_loss, evaluation_steps, fit
+from experiments.runner.fit import BestWeights, adamw, batch_loss, evaluation_steps, fit
 from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_scores import evaluate_language_model
 
@@ -38,23 +38,16 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Validation score during training: bytes trained on, and bits per byte, at each evaluation."""
-
-    tokens: list[float]
-    bits_per_byte: list[float]
-
-    def tokens_until(self, target: float) -> float:
-        """Bytes until the curve first reaches `target`, interpolated linearly; infinity if it never does."""
-        before: tuple[float, float] | None = None
-        for tokens, score in zip(self.tokens, self.bits_per_byte, strict=True):
-            if score <= target:
-                if before is None or score == before[1]:
-                    return tokens
-                return before[0] + (tokens - before[0]) * (before[1] - target) / (before[1] - score)
-            before = (tokens, score)
-        return float("inf")
+def amount_until(target: float, amounts: Sequence[float], scores: Sequence[float]) -> float:
+    """How much of something, such as tokens, until scores first fall to a target, interpolated; infinity if never."""
+    before: tuple[float, float] | None = None
+    for amount, score in zip(amounts, scores, strict=True):
+        if score <= target:
+            if before is None or score == before[1]:
+                return amount
+            return before[0] + (amount - before[0]) * (before[1] - target) / (before[1] - score)
+        before = (amount, score)
+    return float("inf")
 
 
 def small_gpt2(vocab_size: int, positions: int, width: int, layers: int, heads: int) -> GPT2Config:
@@ -109,8 +102,8 @@ def train_on_bytes(
     seed: int,
     schedule: str = "constant_with_warmup",
     early_stopping: bool = False,
-) -> Curve:
-    """Train, and score the model `evaluations` times, evenly spread. `seed` shuffles the blocks.
+) -> list[float]:
+    """Train, and score the model `evaluations` times, evenly spread, in bits per byte. `seed` shuffles the blocks.
 
     The learning rate is constant after a warm-up over a twentieth of the steps, so that the curve does not depend on
     the number of steps; with the schedule "warmup_stable_decay" it falls linearly to 0 over the last fifth. With early
@@ -119,21 +112,14 @@ def train_on_bytes(
     optimizer = adamw(model, learning_rate)
     decay = {"num_decay_steps": steps // 5, "decay_type": "linear"} if schedule == "warmup_stable_decay" else None
     rates = get_scheduler(schedule, optimizer, max(1, steps // 20), steps, scheduler_specific_kwargs=decay)
-    curve, marks = Curve([], []), evaluation_steps(steps, evaluations)
-    best: dict[str, Tensor] = {}
+    best, marks = BestWeights(model), evaluation_steps(steps, evaluations)
 
-    def evaluate(step: int, _: Tensor) -> bool:
-        if step not in marks:
-            return False
-        curve.tokens.append(float(step * shape.batch * shape.block))
-        curve.bits_per_byte.append(bits_per_byte(model, text.validation))
-        since = len(curve.tokens) - 1 - curve.bits_per_byte.index(min(curve.bits_per_byte))
-        if early_stopping and since == 0:
-            best.update(copy.deepcopy(model.state_dict()))
+    def evaluate(step: int, _: object) -> bool:
+        since = best.add(bits_per_byte(model, text.validation)) if step in marks else 0
         return early_stopping and since == PATIENCE
 
     loss = batch_loss(model, training_blocks(text), shape.batch, seed)
     fit(loss, optimizer, steps, model=model, schedule=rates, after_step=evaluate)
-    if best:
-        model.load_state_dict(best)
-    return curve
+    if early_stopping:
+        best.restore()
+    return best.scores

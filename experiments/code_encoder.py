@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
 
-from experiments.byte_models import Curve
+from experiments.byte_models import amount_until
 from experiments.corpora import read_devign
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, compared, difference
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.files import cached, data_file
-from experiments.runner.fit import adamw_with_linear_decay, default_device, evaluation_steps, fit, shuffled_rows
+from experiments.runner.fit import adamw_linear_decay, default_device, evaluation_steps, fit, shuffled_rows
 from experiments.runner.summary import Run, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
@@ -149,8 +149,8 @@ def _pretrain(settings: Settings, path: Path) -> None:
     scored = scored[:SCORED_BLOCKS]
     model = build(settings, len(tokenizer)).to(default_device())
     steps, batch = settings["steps"], settings["batch"]
-    optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
-    marks, curve = evaluation_steps(steps, EVALUATIONS), Curve([], [])
+    optimizer, schedule = adamw_linear_decay(model, settings["learning_rate"], steps)
+    marks, losses = evaluation_steps(steps, EVALUATIONS), list[float]()
     order = shuffled_rows(len(train), batch, settings["seed"])
 
     def loss(step: int) -> Tensor:
@@ -159,11 +159,11 @@ def _pretrain(settings: Settings, path: Path) -> None:
 
     def after(step: int, _: Tensor) -> None:
         if step in marks:
-            curve.tokens.append(float(step * batch * settings["length"]))
-            curve.bits_per_byte.append(validation_loss(model, scored, tokenizer))
+            losses.append(validation_loss(model, scored, tokenizer))
 
     fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=after)
-    torch.save({"model": model.state_dict(), "tokens": curve.tokens, "losses": curve.bits_per_byte}, path)
+    tokens = [float(step * batch * settings["length"]) for step in sorted(marks)]
+    torch.save({"model": model.state_dict(), "tokens": tokens, "losses": losses}, path)
 
 
 @torch.no_grad()
@@ -192,8 +192,8 @@ def measure(settings: Settings) -> Values:
 
 def _token_ratio(run: Run, plain: Run) -> float:
     """Tokens to the plain encoder's final loss, over all of its own; infinite if the run never gets there."""
-    curve = Curve(run.values["tokens"], run.values["losses"])
-    return curve.tokens_until(plain.values[LOSS]) / float(plain.values["tokens"][-1])
+    needed = amount_until(plain.values[LOSS], run.values["tokens"], run.values["losses"])
+    return needed / float(plain.values["tokens"][-1])
 
 
 COMPARISON = Comparison(

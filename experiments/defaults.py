@@ -144,8 +144,8 @@ def measure(settings: Settings) -> Values:
         text = read_corpus("wikitext-2", 10**9, SCORED_BYTES, shape.block)
         model = add_candidate(byte_models.build(BYTES[task], shape), candidate, rate).to(default_device())
         steps = min(STEPS_ON_BYTES, most)
-        curve = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=1, seed=seed)
-        return {SCORE: curve.bits_per_byte[-1]}
+        scores = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, evaluations=1, seed=seed)
+        return {SCORE: scores[-1]}
     segments = (language_model.SEGMENT, language_model.BATCH)
     train, validation, _, symbols = language_model.read_segments(task.split()[-1], *segments, SCORED_BYTES)
     model = add_candidate(language_model.build(TRANSFORMER_XL, symbols, "plain"), candidate, rate).to(default_device())

@@ -11,7 +11,6 @@ Encoders and fine-tuning have the same seeds. The state with the best average pr
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from experiments.corpora import encode, read_devign, sample
 from experiments.pretrained_tasks import predict_logits
 from experiments.runner.comparison import Case, Comparison, all_measured, compare_variants, difference
 from experiments.runner.experiment import Size, combinations
-from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, evaluation_steps, fit
+from experiments.runner.fit import BestWeights, adamw_linear_decay, batch_loss, default_device, evaluation_steps, fit
 from experiments.runner.summary import Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 from rsa_hf import RSAConfig
@@ -128,31 +127,28 @@ def measure(settings: Settings) -> Values:
         collate = DataCollatorWithPadding(tokenizer)
         model = add_arm(model.to(default_device()), settings, rows["train"], collate).to(default_device())
         steps = max(EVALUATIONS, settings["epochs"] * len(rows["train"]) // BATCH)
-        optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
-        marks = evaluation_steps(steps, EVALUATIONS)
-        best: dict[str, Any] = {VALIDATION: -math.inf}
+        optimizer, schedule = adamw_linear_decay(model, settings["learning_rate"], steps)
+        best, marks = BestWeights(model), evaluation_steps(steps, EVALUATIONS)
 
         def evaluate(step: int, loss: Tensor) -> bool:
             if not math.isfinite(float(loss)):
                 return True
             if step in marks:
                 logits = predict_logits(model, rows["validation"], collate)
-                score = compute_metrics(logits, labels["validation"])["average_precision"]
-                if score > best[VALIDATION]:
-                    best.update({VALIDATION: score, "weights": copy.deepcopy(model.state_dict())})
+                best.add(-compute_metrics(logits, labels["validation"])["average_precision"])
             return False
 
         loss = batch_loss(model, rows["train"], min(BATCH, len(rows["train"])), seed, collate)
         fit(loss, optimizer, steps, model=model, schedule=schedule, after_step=evaluate)
-    if "weights" not in best:  # diverged
+    lowest = best.restore()
+    if math.isnan(lowest):  # diverged
         return {VALIDATION: math.nan, **dict.fromkeys(SCORES, math.nan)}
-    model.load_state_dict(best["weights"])
     logits = predict_logits(model, rows["test"], collate)
     classes = logits.argmax(1).tolist()
     found = compute_metrics(logits, labels["test"]) | pair_rates_of(functions["test"], classes)
     right = [int(a == b) for a, b in zip(classes, labels["test"], strict=True)]
     packed = [float(sum(bit << k for k, bit in enumerate(right[i : i + 32]))) for i in range(0, len(right), 32)]
-    return {VALIDATION: best[VALIDATION], **{name: found[name] for name in SCORES if name in found}, "right": packed}
+    return {VALIDATION: -lowest, **{name: found[name] for name in SCORES if name in found}, "right": packed}
 
 
 # --- results ------------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def _pretrain(family: str, shape_name: str, steps: int, schedule: str) -> Path:
             torch.manual_seed(0)
             model = build(family, shape).to(default_device())  # type: ignore[arg-type]
             plan = {"learning_rate": RATE, "steps": steps, "evaluations": EVALUATIONS, "schedule": schedule}
-            curve = train_on_bytes(model, text, shape, **plan, seed=0)  # type: ignore[arg-type]
-        save_model(model, str(path), metadata={"bits per byte": json.dumps(curve.bits_per_byte)})
+            scores = train_on_bytes(model, text, shape, **plan, seed=0)  # type: ignore[arg-type]
+        save_model(model, str(path), metadata={"bits per byte": json.dumps(scores)})
 
     settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": schedule}
     return cached(f"{family}-{shape_name}", settings, ".safetensors", train)

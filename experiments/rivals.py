@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from experiments import byte_models, confirmation
-from experiments.byte_models import SHAPES, Curve
+from experiments.byte_models import SHAPES, amount_until
 from experiments.confirmation import GROUP, PARAMETERS, PART_OF, PARTS, RATES, SCORED_BYTES, TEST, VALIDATION
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
@@ -105,8 +105,8 @@ def text_for_equal_scores(rows: Rows) -> Iterator[str]:
     for row in parts.find(TEST, arm=DEFAULT):
         of_model = parts.find(TEST, arm="plain", model=row.settings["model"])
         plain = sorted((float(other.settings["text"].split()[0]), other.mean) for other in of_model)
-        curve = Curve([math.log(size) for size, _ in plain], [score for _, score in plain])
-        needed = math.exp(curve.tokens_until(row.mean))
+        logs = [math.log(size) for size, _ in plain]
+        needed = math.exp(amount_until(row.mean, logs, [score for _, score in plain]))
         size = f"{needed:.2f} MB" if math.isfinite(needed) else f"more than {plain[-1][0]} MB"
         yield f"{row.settings['model']}, {row.settings['text']}: the plain model needs {size} for the score of RSA"
 

@@ -20,7 +20,7 @@ from experiments.calibrate.variants import LORA, PLAIN, make_variant
 from experiments.pretrained import load_pretrained
 from experiments.pretrained_tasks import Task, defect_task, text_task
 from experiments.runner.files import cached
-from experiments.runner.fit import adamw_with_linear_decay, batch_loss, default_device, fit
+from experiments.runner.fit import adamw_linear_decay, batch_loss, default_device, fit
 from experiments.runner.summary import Settings, Values
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.calibration import run_calibration
@@ -126,7 +126,7 @@ def _train(model: nn.Module, task: Task, settings: Settings) -> None:
     """Train in place; models from packages in mixed precision, in bfloat16."""
     steps = settings["steps"]
     torch.manual_seed(settings["seed"])  # the same dropout for all variants
-    optimizer, schedule = adamw_with_linear_decay(model, settings["learning_rate"], steps)
+    optimizer, schedule = adamw_linear_decay(model, settings["learning_rate"], steps)
     loss_of_batch = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
     precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])
 

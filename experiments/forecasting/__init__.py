@@ -7,8 +7,6 @@ Lengths, layers, epochs and batches of the full size are those of the Informer's
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +17,8 @@ from experiments.forecasting.models import FAMILIES, VARIANTS, Task, make_foreca
 from experiments.forecasting.series import Series, load_series, windows
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, measured, ratio
 from experiments.runner.experiment import Size, combinations
-from experiments.runner.fit import count_parameters, default_device, fit
-from experiments.runner.summary import Settings, Values, worst_if_nan
+from experiments.runner.fit import BestWeights, count_parameters, default_device, fit
+from experiments.runner.summary import Settings, Values
 from experiments.variants import NO_RECURRENCE
 from rsa_hf import param_groups
 
@@ -70,8 +68,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     ]
 
 
-def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> list[float]:
-    """Train with Adam, and restore the weights of the epoch with the lowest validation error; the errors by epoch.
+def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> float:
+    """Train with Adam, and restore the weights of the epoch with the lowest validation error, which is returned.
 
     The learning rate is halved after each epoch, as in the Informer's experiments. `seed` draws the windows.
     """
@@ -80,8 +78,7 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
     optimizer = torch.optim.Adam(param_groups(model, settings["learning_rate"], weight_decay=0.0), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // steps))
     origins = series.origins("train", task.context, task.horizon)
-    # The live weights: a model that diverges at once is left diverged.
-    errors, best_state = list[float](), model.state_dict()
+    best = BestWeights(model)
 
     def loss(step: int) -> Tensor:
         chosen = origins[torch.randint(len(origins), (settings["batch"],), generator=generator)]
@@ -89,16 +86,11 @@ def train(model: nn.Module, series: Series, task: Task, settings: Settings) -> l
         return F.mse_loss(model(known, times), target)
 
     def evaluate(step: int, _: Tensor) -> None:
-        nonlocal best_state
         if step % steps == 0:
-            error = score(model, series, task, "validation", settings["stride"])
-            if error < min(map(worst_if_nan, errors), default=math.inf):
-                best_state = copy.deepcopy(model.state_dict())
-            errors.append(error)
+            best.add(score(model, series, task, "validation", settings["stride"]))
 
     fit(loss, optimizer, steps * settings["epochs"], model=model, schedule=schedule, after_step=evaluate)
-    model.load_state_dict(best_state)
-    return errors
+    return best.restore()
 
 
 @torch.no_grad()
@@ -132,11 +124,11 @@ def measure(settings: Settings) -> Values:
         torch.manual_seed(settings["seed"])
         model = make_forecaster(settings["family"], settings["arm"], task, **shape).to(default_device())
         torch.manual_seed(settings["seed"])  # of dropout, and of the keys that ProbSparse attention draws
-        errors = train(model, series, task, settings)
+        lowest = train(model, series, task, settings)
         mse = score(model, series, task, "test", stride)
     return {
         "mse": mse,
-        "validation mse": min(errors),
+        "validation mse": lowest,
         "parameters": float(count_parameters(model)),
         "naive mse": naive_error(series, task, stride, settings["dilation"]),
     }

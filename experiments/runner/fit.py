@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 from transformers import get_scheduler
 
+from experiments.runner.summary import worst_if_nan
 from rsa_hf import param_groups
 
 ROUNDS = 7  # of timing; an odd number, so that the median is one of them
@@ -59,12 +62,33 @@ def fit(
     return steps
 
 
+class BestWeights:
+    """The scores of a model at its evaluations, of which lower is better, and its weights at the best one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.scores, self._weights = model, list[float](), dict[str, Any]()
+
+    def add(self, score: float) -> int:
+        """Take the weights if this score is the lowest, and finite; the number of evaluations since the lowest one."""
+        self.scores.append(score)
+        known = [worst_if_nan(each) for each in self.scores]
+        since = len(known) - 1 - known.index(min(known))
+        if since == 0 and math.isfinite(score):
+            self._weights = copy.deepcopy(self.model.state_dict())
+        return since
+
+    def restore(self) -> float:
+        """The lowest score, and its weights into the model; NaN, and the last weights, if none was finite."""
+        self.model.load_state_dict(self._weights or self.model.state_dict())
+        return min(filter(math.isfinite, self.scores), default=math.nan)
+
+
 def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     """AdamW, weight decay 0.01 on matrices."""
     return torch.optim.AdamW(param_groups(model, learning_rate, weight_decay=0.01), fused=True)
 
 
-def adamw_with_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
+def adamw_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
     """AdamW, weight decay 0.01 on matrices; the learning rate warms up over a tenth of the steps and falls to 0."""
     optimizer = adamw(model, learning_rate)
     return optimizer, get_scheduler("linear", optimizer, max(1, steps // 10), steps)
