@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer_pt_utils import find_batch_size
 
 from rsa_hf.calibration.choice import Choice, choose, in_errors, score
-from rsa_hf.calibration.gradients import ProbedModel, take_rows
+from rsa_hf.calibration.gradients import IGNORED_LABEL, ProbedModel, take_rows
 from rsa_hf.calibration.report import CalibratedHead, Calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
@@ -188,15 +188,21 @@ def _without_recurrence(config: RSAConfig) -> RSAConfig:
 
 
 def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The batches, up to a number of rows."""
+    """The batches, up to a number of rows, without rows that have no label."""
     read: list[dict[str, Any]] = []
     rows = 0
     for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"a batch is a {type(batch).__name__}: a dict of tensors by name is needed.")
         if (size := find_batch_size(batch)) is None:
             raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor with rows.")
-        taken = min(size, most - rows)
-        read.append(take_rows(batch, torch.arange(taken, device="cpu")))
-        rows += taken
+        chosen, labels = torch.arange(size, device="cpu"), batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() > 1:
+            chosen = (labels != IGNORED_LABEL).flatten(1).any(1).nonzero()[:, 0]
+        chosen = chosen[: most - rows]
+        if len(chosen):
+            read.append(take_rows(batch, chosen))
+        rows += len(chosen)
         if rows >= most:
             break
     if rows < FEWEST_ROWS:

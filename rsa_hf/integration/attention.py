@@ -28,6 +28,7 @@ from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
     foreign_part,
+    is_aligned_top_left,
     looks_ahead,
     marking,
     marks_of,
@@ -46,6 +47,10 @@ _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 # Classes whose mask hides keys with −100 rather than −10,000 or less.
 _HIDE_WITH_MINUS_100 = {"SwinAttention"}
 
+# transformers' mask functions by whether windows and packed documents are in their masks, or left to keywords.
+_WITH_WINDOWS = (MASKS["sdpa"], MASKS["eager"], MASKS["flex_attention"])
+_WITHOUT_WINDOWS = MASKS["flash_attention_2"]
+
 
 # --- modules that use the attention interface -----------------------------------------------------------------------
 
@@ -55,7 +60,7 @@ def wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Any:
         base = original(self, attn_implementation, default)
-        return functools.partial(_attention_with_rsa, base, attn_implementation or "")
+        return functools.partial(_attention_with_rsa, base, attn_implementation or "eager")
 
     return get_interface
 
@@ -95,16 +100,19 @@ def _attention_with_rsa(
     if "write_index" in keywords:  # of a paged cache
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
+    masks, aligned_top_left = MASKS.get(implementation), False
+    if has_more_keys and rsa is not None:
+        require_own_keys(module, key.shape[2])
+        if attention_mask is None and masks is not _WITHOUT_WINDOWS and query.shape[2] > 1:
+            aligned_top_left = masks in _WITH_WINDOWS or is_aligned_top_left(attend, query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),
         value,
         attention_mask > -50 if type(module).__name__ in _HIDE_WITH_MINUS_100 else attention_mask,
         causal,
-        # The masks of sdpa; an implementation that a user has registered may take them too.
-        aligned_top_left=has_more_keys and MASKS.get(implementation) is MASKS["sdpa"],
-        # Under sdpa and eager, windows and documents are in the mask; flash attention takes them as keywords.
-        flash=keywords if "flash" in implementation else None,
+        aligned_top_left=aligned_top_left,
+        flash=None if masks in _WITH_WINDOWS else keywords,
         positions=positions_of_queries(module, keywords) if has_more_keys or attention_mask is not None else None,
     )
     return mixed, result[1]
@@ -240,8 +248,21 @@ def mix_recurrence(
     return run_heads(module, rsa, attention, value, visible)
 
 
+def require_own_keys(module: nn.Module, key_length: int) -> None:
+    """Refuse a cache of which an indexer may hide a query's own key, by which its position is found."""
+    config = getattr(getattr(module, "config", None), "__dict__", {})
+    selected = config.get("index_topk") or config.get("indexer_budget")
+    if selected is not None and key_length > selected:
+        raise NotImplementedError(
+            f"this {type(module).__name__} attends to {selected} of {key_length} keys. RSA finds the place of a query "
+            f"in a cache by its own key, which may not be among them: use caches of up to {selected} tokens, or "
+            "use_cache=False, or unpatch_model(model)."
+        )
+
+
 # Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
 _LARGEST_FIRST_POSITION = 2
+_FAR = 2**40  # beyond all positions
 
 
 def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
@@ -259,7 +280,8 @@ def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tens
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     """Check that positions count what P V counts: slots of the keys, from the first one that a row does not hide.
 
-    A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys.
+    A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys, or
+    tokens of another text that begins as its own does.
     """
     T, device = mask.query_length, positions.device.type
     # A single query on a GPU is not checked: decoding would wait for the device at each token.
@@ -275,6 +297,12 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
                 "the cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
                 "unpatch_model(model). If this one does, position_ids must start at 0."
             )
+    if T > 1 and mask.visible is not None and remembered(_is_tree, positions, mask):
+        raise ValueError(
+            "position_ids: the mask and the positions are those of several texts that begin alike, in one row. RSA "
+            "counts distances in slots, so P V would depend on the order of the texts: give each of them a row, or "
+            "unpatch_model(model)."
+        )
     is_padded = mask.documents is None and (mask.key_mask is not None or mask.query_position is not None)
     if is_padded and remembered(_has_padding, positions, mask):
         raise ValueError(
@@ -282,6 +310,16 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
             "distances in slots, so P V would depend on it: after cached keys give rows of one length, or pad the "
             "whole texts on the left and run them without the cache, or unpatch_model(model)."
         )
+
+
+def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
+    """Whether two queries see the same key, at distances that differ otherwise than their positions do."""
+    assert mask.visible is not None
+    visible, slots = mask.visible[:, 0], torch.arange(positions.shape[1], device=positions.device)
+    is_real = visible.any(1)[:, mask.query_offset :][:, : len(slots), None]
+    start = (slots - positions)[..., None].expand(-1, -1, mask.key_length)  # [B, T, S]
+    seen = visible & is_real
+    return bool((torch.where(seen, start, -_FAR).amax(1) > torch.where(seen, start, _FAR).amin(1)).any())
 
 
 def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:

@@ -141,7 +141,7 @@ def _require_planned_heads(model: PreTrainedModel) -> None:
         raise ValueError(
             f"the config holds an RSA plan for {shorten(absent or planned)}, which this {type(model).__name__} does "
             "not have: it would run without their RSA heads. Load the model with the class and the config it was "
-            "saved with, or remove config.rsa."
+            "saved with; a part of it can be taken from the loaded model."
         )
 
 

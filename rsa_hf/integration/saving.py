@@ -75,10 +75,12 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
             "patch the model."
         )
     if not has_adapter and (mismatched := _mismatched_modules(model)):
+        of_layers = read_plan(model.config.rsa).config.heads is not None
+        renumbered = ", with a config whose heads have the layers' new numbers" if of_layers else ""
         raise ValueError(
             f"the RSA heads of this {name} are not those of its plan (config.rsa) in {shorten(mismatched)}, so a "
             "saved copy could not be loaded again, or would differ. Were layers dropped, added or moved? Patch the "
-            "model as it is now; to keep what was trained: state = model.state_dict(); "
+            f"model as it is now{renumbered}; to keep what was trained: state = model.state_dict(); "
             "patch_model(unpatch_model(model), config); model.load_state_dict(state)."
         )
 

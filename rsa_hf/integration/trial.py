@@ -85,6 +85,12 @@ def looks_ahead(output: Tensor) -> bool:
     return bool((output[:, :-1] != 0).any())
 
 
+def is_aligned_top_left(attend: Callable[[Tensor, Tensor], Any], query: Tensor, value: Tensor) -> bool:
+    """Whether a causal function without a mask takes T queries, T < S, for the first positions, not for the last."""
+    with torch.no_grad():
+        return not bool((attend(torch.zeros_like(query), marks_of(value))[0] != 0).any())
+
+
 def require_trusted(
     attend: Callable[[Tensor, Tensor], Any],
     foreign: Any,

@@ -196,7 +196,7 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
         return mask
     T, S = mask.query_length, mask.key_length
     visible = as_boolean(mask.unread_mask, T, S)
-    position = query_position(visible, T, S) if mask.causal else None
+    position = query_position(visible, T, S) if mask.causal or T < S else None
     return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
 
 
@@ -217,7 +217,7 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     if visible.shape[1] > 1 and bool((visible == visible[:, :1]).all()):
         visible = visible[:, :1]
     offset = S - T
-    if causal and T < S and visible.numel():
+    if T < S and visible.numel():
         offset = int(query_position(visible, T, S))
     if visible.shape[1] == 1:
         key_mask = visible[:, 0].any(dim=1)
@@ -261,7 +261,7 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
 
 
 def query_position(visible: Tensor, T: int, S: int) -> Tensor:
-    """Position of the first causal query on the key axis, from a mask, without waiting for its values: ().
+    """Position of the first query on the key axis, from a mask, without waiting for its values: ().
 
     A query sees itself. So the T queries are where each sees the key of its own slot, or where no query sees that key
     because it is padding. Several places may fit; the last one is right, because queries also see the keys before

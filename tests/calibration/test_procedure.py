@@ -162,6 +162,7 @@ def with_a_nan():
         (language_model, lambda: [{"input_ids": text(16)}], ValueError, "gives no loss for batches with input_ids"),
         (language_model, lambda: batches(4), ValueError, "4 rows, but at least 12"),
         (language_model, lambda: [{"labels": [1, 2]}], ValueError, "a batch with labels in it has no tensor"),
+        (language_model, lambda: [text(16)], TypeError, "a batch is a Tensor"),
         (with_a_nan, batches, ValueError, "loss on a batch is nan"),
         (lambda: patch_model(language_model()), batches, ValueError, "patched already"),
         (lambda: torch.nn.Linear(2, 2), batches, TypeError, "got Linear"),
@@ -187,6 +188,10 @@ def test_a_data_loader_with_rows_of_unlike_lengths_is_read():
 
     loader = DataLoader(tokens, batch_size=6, collate_fn=collate)
     assert run_calibration(language_model(), loader, progress=False, max_rows=15).num_rows == 15
+    without = collate(tokens[:12])
+    without["labels"][3] = -100
+    kept = run_calibration(language_model(), [without, collate(tokens[12:])], progress=False)
+    assert kept.num_rows == 19
     singly = run_calibration(language_model(), [collate([row]) for row in tokens], progress=False)
     assert run_calibration(language_model(), loader, progress=False).loss == pytest.approx(singly.loss, rel=1e-5)
 

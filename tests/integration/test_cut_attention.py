@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import families
 from families import build, inputs
 from rsa_hf import RSAConfig, patch_model
+from texts import CACHES, uncached
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
 patched = functools.partial(families.patched, plan=PLAN, make=build)
@@ -72,12 +74,31 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
         return model(**batch).last_hidden_state
 
     expected = run()
-    model.set_attn_implementation("mine")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # T5's stacks have configs of their own
+            part.set_attn_implementation("mine")
     assert torch.equal(run(), expected)
     tried = len(calls)
     run()
     # Later calls cost nothing more.
     assert tried > len(calls) - tried == len(set(calls))
+
+
+@torch.no_grad()
+def test_wrappers_of_sdpa_and_its_masks_are_right_in_a_static_cache(register_attention, monkeypatch):
+    masks = AttentionMaskInterface()["sdpa"]
+    register_attention("mine", with_output(lambda output: output))
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "mine", lambda *args, **kw: masks(*args, **kw))
+    model, ids = families.patched("llama", plan=PLAN), families.tokens()
+    expected = uncached(model, {"input_ids": ids})
+    model.set_attn_implementation("mine")
+
+    def difference():  # the masks of a first text are left out
+        return float((model(ids, past_key_values=CACHES["static"](model)).logits - expected).abs().max())
+
+    assert difference() < 1e-4
+    monkeypatch.setattr("rsa_hf.integration.attention.is_aligned_top_left", lambda *_: False)
+    assert difference() > 0.1
 
 
 def test_a_replaced_sdpa_is_tried(monkeypatch):

@@ -10,6 +10,7 @@ from transformers.models.swin import modeling_swin
 from architectures import build_adapted
 from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
+from texts import CACHES, padded_batch
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
 build_with = partial(build_adapted, language_model=True)
@@ -28,6 +29,26 @@ def test_the_config_says_the_direction(name, causal, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(3, VOCAB, (2, 10))
     assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_layers_that_look_both_ways_find_their_place_in_a_static_cache(attention, monkeypatch):
+    model = build_with("llama", is_causal=False)
+    model.set_attn_implementation(attention)
+    patch_model(model, ALL_HEADS)
+    batch = padded_batch()
+    real = batch["attention_mask"].bool()
+
+    def difference():
+        caches = (CACHES[kind](model) for kind in ("static", "dynamic"))
+        static, dynamic = (model(**batch, past_key_values=cache).logits[real] for cache in caches)
+        return float((static - dynamic).abs().max())
+
+    assert difference() < 1e-4
+    # As if the queries were the last of all slots.
+    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", lambda visible, T, S: S - T)
+    assert difference() > 0.1
 
 
 def test_a_keyword_says_the_direction_of_one_call():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import flash_stand_in
 import rsa_hf.integration.attention as hooks
 from families import FULL_PLAN, patched, tiny_config, tokens, widen
-from rsa_hf import patch_model, unpatch_model
+from rsa_hf import RSAConfig, patch_model, unpatch_model
+from survey.tiny_models import build
 
 LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
 REFUSED = "position 8.*slot 5.*dropped keys.*unpatch_model"
@@ -93,6 +94,47 @@ def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family,
         return
     with pytest.raises(ValueError, match="padding stands between the keys"):
         model(**given, past_key_values=cache)
+
+
+@pytest.mark.parametrize("cached", [0, 6])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.filterwarnings("ignore:unsupported mask")
+@torch.no_grad()
+def test_texts_that_begin_alike_are_refused_in_one_row(attention, cached):
+    model, ids = patched("llama", attention), tokens(1, 12)
+    visible, positions = torch.ones(12, 12, dtype=torch.bool).tril()[None, None], torch.arange(12)[None]
+    visible[..., 9:, 6:9] = False
+
+    def run(positions):
+        mask = visible if attention == "sdpa" else torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        cache = model(ids[:, :cached]).past_key_values if cached else None
+        given = {"attention_mask": mask[:, :, cached:], "position_ids": positions[:, cached:]}
+        return model(ids[:, cached:], **given, past_key_values=cache).logits
+
+    assert run(positions).isfinite().all()  # the same mask of one text
+    positions[:, 9:] -= 3
+    with pytest.raises(ValueError, match="several texts that begin alike"):
+        run(positions)
+
+
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="needs DeepSeek V3.2")
+@pytest.mark.filterwarnings("ignore:unsupported mask")
+@torch.no_grad()
+def test_a_cache_whose_keys_are_selected_is_refused():
+    model = build("deepseek_v32", "causal-lm").model
+    patch_model(model, RSAConfig(num_regular=1))
+    ids = tokens(2, LENGTH)
+    expected = model(ids, use_cache=False).logits
+    start = model(ids[:, :-1])
+    found = model(ids[:, -1:], past_key_values=start.past_key_values).logits
+    torch.testing.assert_close(found, expected[:, -1:], rtol=1e-4, atol=1e-4)
+    for module in model.modules():
+        if hasattr(module, "indexer"):
+            module.indexer.index_topk = module.config.index_topk = 4
+    assert model(ids, use_cache=False).logits.isfinite().all()
+    start = model(ids[:, :-1])
+    with pytest.raises(NotImplementedError, match="attends to 4 of 8 keys"):
+        model(ids[:, -1:], past_key_values=start.past_key_values)
 
 
 def qwen2_vl():

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flex_attention as integration
+from transformers.masking_utils import flash_attention_mask
 
 import flash_stand_in
 import flex_stand_in
@@ -65,6 +68,29 @@ def test_padding_and_windows_give_the_results_of_the_reference(attention, family
     if is_windowed if side is None else side == "left" or family not in DECODERS[FLASH]:
         break_mask(monkeypatch, without_window if side is None else ignored)
         assert relative_error(found(**batch)[0][real], wanted) > FAR
+
+
+@pytest.mark.parametrize("masks", [flash_attention_mask, None])
+@recognised
+@torch.no_grad()
+def test_flash_attention_by_another_name_has_windows_and_documents(masks, monkeypatch):
+    found, expected = pair("mistral", FLASH)
+    load = flash_utils.lazy_import_flash_attention
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda _, *args, **kw: load(FLASH, *args, **kw))
+    monkeypatch.setitem(AttentionInterface._global_mapping, "a/kernel", AttentionInterface()[FLASH])
+    if masks is not None:
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "a/kernel", masks)
+    found.config._attn_implementation_internal = "a/kernel"  # as for a kernel of the Hub
+    ids, restarting = tokens(1, LENGTH), torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+
+    def errors():
+        for told in ({}, {"position_ids": restarting}):
+            wanted = expected(ids, use_cache=False, **told).logits
+            yield relative_error(found(ids, use_cache=False, **told).logits, wanted)
+
+    assert max(errors()) < TOLERANCE
+    monkeypatch.setattr("rsa_hf.integration.attention._WITH_WINDOWS", (masks,))
+    assert min(errors()) > FAR
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 32,
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 6},
