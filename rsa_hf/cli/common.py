@@ -47,8 +47,6 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     from rsa_hf.models import class_named
 
     place = locate(name)
-    if place.startswith((".", "/")) and not Path(place).is_dir():
-        raise ValueError(f"{name}: there is no such folder. Name the folder of a checkpoint, or a model on the Hub.")
     if Path(place, "adapter_config.json").is_file() and not Path(place, "config.json").exists():
         raise ValueError(
             f"{name} is a PEFT adapter, not a model. In Python: "

@@ -15,7 +15,7 @@ train = typer.Typer(no_args_is_help=True, help="Train a model, patched or plain,
 def defect(context: typer.Context, _: Annotated[bool, help_with_keys("defect")] = False) -> None:
     """Train a defect detector: rsa-hf train defect [CONFIG] [--key value …].
 
-    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
+    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value overrides it. The same command
     again continues the run from its newest checkpoint. On several processes: torchrun --nproc-per-node 2 --no-python
     rsa-hf train defect CONFIG.
 
@@ -28,7 +28,7 @@ def defect(context: typer.Context, _: Annotated[bool, help_with_keys("defect")] 
 def lm(context: typer.Context, _: Annotated[bool, help_with_keys("lm")] = False) -> None:
     """Train a causal language model: rsa-hf train lm [CONFIG] [--key value …].
 
-    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value goes first. The same command
+    CONFIG is a YAML file of the keys below; configs/ has commented ones. --key value overrides it. The same command
     again continues the run from its newest checkpoint. On several processes: torchrun --nproc-per-node 2 --no-python
     rsa-hf train lm CONFIG.
 

@@ -205,7 +205,8 @@ def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any])
     name, config = source.dataset_name, source.dataset_config_name
     try:
         loaded = datasets.load_dataset(name, config, **keywords)
-    except (RuntimeError, ValueError) as error:  # it needs a script, or has several configurations, which it lists
+    # It needs a script, has several configurations, which it lists, or a file that cannot be read.
+    except (RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset_name={name!r}, dataset_config_name={config!r}: {error!s:.1000}") from error
     names = {split: getattr(source, f"{split}_split_name") or split for split in SPLITS}
     needed = [split for split in SPLITS if getattr(source, f"{split}_split_name")]

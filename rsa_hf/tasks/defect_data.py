@@ -33,7 +33,7 @@ from rsa_hf.utils.text import brief
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
 _WHOLE, _NUMBER = re.compile(r"(-?[0-9]{1,18})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
-CLEAN, DEFECTIVE = ("0", "false"), ("1", "true")  # labels in words, in any case
+CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels in words, in any case
 
 
 @dataclass
@@ -174,7 +174,7 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
 
     def target_of(row: Mapping[str, Any]) -> int:
         name, value = _first_of(labels, row)
-        word = str(value) if config.label_values else str(value).lower()
+        word = str(value) if config.label_values and not isinstance(value, bool) else str(value).lower()
         if word not in (*clean, *defective):
             allowed = " or ".join(config.label_values or ("0", "1"))
             raise ValueError(f"{name} must be {allowed}, got {brief(value)}; label_values sets other labels")

@@ -85,6 +85,7 @@ def main(arguments: Sequence[str]) -> None:
     for split, examples in splits.items():
         rows[split], tokens[split] = _rows_and_tokens(examples, tokenizer, data)
     if args.should_save:
+        print(f"data: {data.origin}")
         report = audit(splits, tokens, data.max_seq_length) | {"split_by": data.split_by}
         report["word_counts"] = words = word_count_baseline(splits)
         print(format_audit(report))
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
         compute_metrics=trainer_metrics,
         compute_loss_func=partial(_loss, weights=weights, smoothing=args.label_smoothing_factor),
     )
-    train_to_end(trainer, folder)
+    train_to_end(trainer, folder, compute_metrics([[1, 0], [0, 1]], [0, 1]))
     logits = {
         split: by_function(*parts_of(trainer.predict(rows[split], metric_key_prefix=split)))
         for split in rows
@@ -175,7 +176,10 @@ def _model_and_tokenizer(
     """The plain model and its tokenizer, with a padding token, after a trial of the longest input."""
     source = arguments.tokenizer_name or arguments.model_name_or_path
     if source is None:
-        raise ValueError("tokenizer_name=None: a model from scratch needs one; name one on the Hub, or a folder.")
+        raise ValueError(
+            "model_name_or_path=None: name a pretrained model, on the Hub or a folder; or for one from scratch a "
+            "model_type and a tokenizer_name."
+        )
     tokenizer = load_tokenizer(source)
     words = {"id2label": LABELS, "label2id": {label: number for number, label in LABELS.items()}}
     model = load_model(AutoModelForSequenceClassification, arguments, num_labels=2, **words)
@@ -250,14 +254,16 @@ def _predictions(examples: Sequence[Example], logits: Any, threshold: float) -> 
 def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, Any]:
     """Score a saved defect detector, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Of the settings, the data of this split and `per_device_eval_batch_size` are used; how functions are cut is as in
-    the model's training where it is not set. The threshold is that of `compute_metrics`; None: the one that the run of
-    this model chose, if it did.
+    Of the settings, the data of this split and `per_device_eval_batch_size` are used; functions are cut as in the
+    model's training, whatever a file says, unless `--key value` does. The threshold is that of `compute_metrics`;
+    None: the one that the run of this model chose, if it did.
 
     Returns:
         The scores of `compute_metrics`, `pair_rates` of paired data, and as "intervals" those of
         `bootstrap_intervals`.
     """
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ValueError(f"threshold={threshold}: a probability from 0 to 1 is needed.")
     run, model, tokenizer = _saved(name, arguments)
     splits = load_defect_data(run.data, only=split)
     if split not in splits:
@@ -299,7 +305,7 @@ def _saved(
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
     for key, value in getattr(model.config, SAVED, {}).items():
-        if key in CUTTING and key not in run.given:
+        if key in CUTTING and key not in run.typed:
             setattr(run.data, key, value)
     _fit_to_each_other(model, tokenizer, run.data)
     return run, model, tokenizer

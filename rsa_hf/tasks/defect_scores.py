@@ -162,6 +162,7 @@ def _scores_of_sample(targets: Any, called: Any, last_of_equals: Any, weights: A
     """
     num, positives, found, right = weights.sum(), weights @ targets, weights @ called, weights @ (targets * called)
     clean, wrong = num - positives, found - right
+    told_apart = positives if clean else 0  # without both classes areas are not defined
     hits = np.append(0, np.cumsum(weights * targets)[last_of_equals])
     alarms = np.append(0, np.cumsum(weights * (1 - targets))[last_of_equals])
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -172,8 +173,8 @@ def _scores_of_sample(targets: Any, called: Any, last_of_equals: Any, weights: A
             "recall": right / positives,
             "mcc": (right * num - found * positives) / np.sqrt(1.0 * found * positives * (num - found) * clean),
             "roc_auc": np.diff(alarms) @ (hits[1:] + hits[:-1]) / (2 * positives * clean),
-            "average_precision": np.nansum(np.diff(hits) * hits[1:] / (hits + alarms)[1:]) / positives,
-            "vd_score": 1 - hits[alarms <= MAX_FPR * clean].max() / positives,
+            "average_precision": np.nansum(np.diff(hits) * hits[1:] / (hits + alarms)[1:]) / told_apart,
+            "vd_score": 1 - hits[alarms <= MAX_FPR * clean].max() / told_apart,
         }
 
 

@@ -23,10 +23,17 @@ from rsa_hf.tasks.text_blocks import (
     TrainingTracks,
 )
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
-from rsa_hf.tasks.text_scores import evaluate_language_model, set_memory
+from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities, set_memory
 from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import load_model, load_tokenizer, patch_for_run, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import (
+    load_model,
+    load_tokenizer,
+    patch_for_run,
+    require_causal,
+    require_head,
+    require_inputs_fit,
+)
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 
@@ -59,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         processing_class=tokenizer,
         eval_memory=as_mapping("eval_memory", run.data.eval_memory),
     )
-    train_to_end(trainer, folder)
+    train_to_end(trainer, folder, perplexities(1.0, 1, 1, 1))
     step = trainer.state.best_global_step if args.load_best_model_at_end else trainer.state.global_step
     scores = {"validation": trainer.scores.get(step) or trainer.score(text.validation)}
     if text.test is not None:
@@ -147,6 +154,7 @@ def _require_fit(
     """Raise a ValueError unless a model takes the inputs of an evaluation and its memory settings."""
     setting = "block_size" if data.eval_block_size is None else "eval_block_size"
     require_inputs_fit(model, tokenizer, data.evaluation_block_size, setting)
+    require_causal(model)
     with set_memory(model, as_mapping("eval_memory", data.eval_memory)):
         pass
 
@@ -212,7 +220,10 @@ def prepare_language_modeling(
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `load_tokenizer`'s."""
     if name is None:
-        raise ValueError("tokenizer_name=None: a model from scratch needs one; 'bytes' is one that needs no files.")
+        raise ValueError(
+            "model_name_or_path=None: name a pretrained model, on the Hub or a folder; or for one from scratch a "
+            "model_type and a tokenizer_name, such as 'bytes', which needs no files."
+        )
     if name == "text8":
         return text8_tokenizer()
     return None if name == "bytes" else load_tokenizer(name)

@@ -122,6 +122,8 @@ class RSATrainingArguments(TrainingArguments):
             self.greater_is_better = False
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without one, torch warns at every data set
+        if str(self.resume_from_checkpoint).lower() in ("true", "false"):
+            self.resume_from_checkpoint = None  # a run continues from its newest checkpoint anyway
         super().__post_init__()  # type: ignore[no-untyped-call]
 
     @property
@@ -133,17 +135,18 @@ class RSATrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments(Generic[Data]):
-    """All settings of a run, and the keys of those that were given."""
+    """All settings of a run, and the keys that were given, in all and on the command line."""
 
     model: ModelArguments
     rsa: RSAArguments
     data: Data
     training: RSATrainingArguments
     given: frozenset[str] = frozenset()
+    typed: frozenset[str] = frozenset()
 
 
 def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArguments[Data]:
-    """Read the settings of a run from a YAML file and from `--key value`, which goes first.
+    """Read the settings of a run from a YAML file and from `--key value`, which overrides it.
 
     The keys are the fields of `ModelArguments`, `RSAArguments`, `data_type` and `RSATrainingArguments`. In the file,
     null means the default, for `rsa` the plain model. `--key.entry value` sets one entry of a mapping. `~` and
@@ -167,7 +170,7 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     ]
     for key, value in content.items():
         if isinstance(value, list):
-            [action] = (action for action in parser._actions if action.dest == key)
+            action = next(action for action in parser._actions if action.dest == key)
             if action.type in (int, float) and action.nargs is None:
                 raise ValueError(f"{key}: {value} is a list, and one value is needed.")
             kept = value if action.nargs is None else [str(each) if action.type is str else each for each in value]
@@ -175,6 +178,8 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     *parts, rest = parser.parse_args_into_dataclasses(
         [*from_file, *words], return_remaining_strings=True, look_for_args_file=False
     )
+    if rest and not rest[0].startswith("-"):
+        raise ValueError(f"{rest[0]}: a CONFIG comes before all keys, and each of these has one value.")
     if rest:
         raise ValueError(f"{rest[0]}: {_unknown(rest[0].partition('=')[0].removeprefix('--'), known)}")
     for part in parts:
@@ -185,9 +190,10 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
                     raise ValueError(f"{each.name}: {value} is a list, and one value is needed.")
                 if isinstance(value, str):
                     setattr(part, each.name, expanded(value))
-    given = {*content, *(word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--"))}
+    keys = (word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--"))
+    typed = frozenset(key.replace("-", "_") for key in keys)
     model, rsa, data, training = parts
-    return RunArguments(model, rsa, data, training, frozenset(given))
+    return RunArguments(model, rsa, data, training, typed.union(content), typed)
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]  # it has no types

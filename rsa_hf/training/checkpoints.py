@@ -48,10 +48,6 @@ class RunFolder:
         settings["processes"] = args.world_size
         # As they come back from the file.
         self.content = json.loads(json.dumps(finite_or_null({"data": data, "settings": settings}), default=str))
-        if args.overwrite_output_dir and args.should_save:
-            for path in self.folder.glob("checkpoint-*"):
-                shutil.rmtree(path)
-            self._file.unlink(missing_ok=True)
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
         is_asked_for = args.overwrite_output_dir or args.resume_from_checkpoint
         if known is None and not is_asked_for and newest_whole_checkpoint(self.folder):
@@ -60,6 +56,7 @@ class RunFolder:
                 "output_dir, or overwrite_output_dir=true to delete them."
             )
         self._result: str | None = None
+        self._args = args
         if known is not None and not args.overwrite_output_dir:
             self._require_same(known)
             self._result = known.get("result")
@@ -79,8 +76,16 @@ class RunFolder:
     def had_finished(self) -> bool:
         """Whether this run had ended; then its table of results is printed again."""
         if self._result is not None:
-            PartialState().print(f"{self.folder}: this run had finished.\n\n{self._result}")
+            asked = " It is not pushed again: hf upload does that." if self._args.push_to_hub else ""
+            PartialState().print(f"{self.folder}: this run had finished.{asked}\n\n{self._result}")
         return self._result is not None
+
+    def clear(self) -> None:
+        """Delete what another run has left, if `overwrite_output_dir` asks for it."""
+        if self._args.overwrite_output_dir and self._args.should_save:
+            for path in _checkpoints(self.folder):
+                shutil.rmtree(path)
+            self._file.unlink(missing_ok=True)
 
     def write(self, **ended: str) -> None:
         """Write the settings, before the first step; once the run has ended, with its `result`, a table."""
@@ -109,13 +114,18 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     Trainer of transformers 5.23 trains one step more: do not call it again for a run that has ended. Without a
     complete checkpoint None is returned, which starts from the beginning.
     """
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    for folder in reversed(_checkpoints(Path(output_dir))):
         fault = _fault(folder)
         if fault is None:
             return str(folder)
         logger.warning("%s is incomplete and is not used: %s.", folder, fault)
     return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` of a Trainer, by N."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _fault(folder: Path) -> str | None:

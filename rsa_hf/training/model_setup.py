@@ -127,7 +127,11 @@ def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, sett
     was_training = model.training
     try:
         model.eval()
-        model(input_ids=torch.tensor([[usual] * (length - 1) + [token_id]], device=model.device))
+        ids = torch.tensor([[usual] * (length - 1) + [token_id]], device=model.device)
+        ends = getattr(model.config, "eos_token_id", None)
+        if model.config.is_encoder_decoder and isinstance(ends, int) and length > 1:
+            ids[:, -2:] = torch.tensor([token_id, ends])  # BART's classifier reads the last one
+        model(input_ids=ids)
     except (IndexError, RuntimeError, ValueError) as error:
         if token_id >= vocabulary:
             raise ValueError(
@@ -137,6 +141,22 @@ def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, sett
         raise ValueError(f"{setting}={length}: the model takes no input so long ({error!s:.200}).") from error
     finally:
         model.train(was_training)
+
+
+@torch.no_grad()
+def require_causal(model: PreTrainedModel) -> None:
+    """Check that no token changes the logits of those before it, whose perplexity would be meaningless."""
+    was_training, ids = model.training, torch.arange(2, 6, device=model.device).repeat(2, 1)
+    ids[1, -1] = 1
+    try:
+        first, other = model.eval()(input_ids=ids).logits[:, :-1]
+    finally:
+        model.train(was_training)
+    if not torch.allclose(first, other, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
+        raise ValueError(
+            f"this {type(model).__name__} sees the tokens that it predicts: it is no causal language model. For an "
+            "encoder, set is_decoder: true in config_overrides of a run."
+        )
 
 
 def patch_for_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,18 @@ from rsa_hf.utils.files import storage_errors, write_text
 from rsa_hf.utils.text import finite_or_null, format_table
 
 
-def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
+def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str]) -> None:
     """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.
 
-    A signal ends it by a SystemExit, after a checkpoint; out of memory is a ValueError that says what to lower.
+    `metrics` are the names of what an evaluation gives, beside the loss. A signal ends the run by a SystemExit, after
+    a checkpoint; out of memory is a ValueError that says what to lower.
     """
     args, main = trainer.args, trainer.is_world_process_zero()
+    known, best = {"loss", *metrics}, args.metric_for_best_model
+    if best is not None and best.removeprefix("eval_") not in known:
+        raise ValueError(f"metric_for_best_model={best!r}: choose from {', '.join(sorted(known))}.")
+    folder.clear()
+    trainer.accelerator.wait_for_everyone()
     # All processes look before the first of them writes a checkpoint.
     checkpoint = args.resume_from_checkpoint or newest_whole_checkpoint(args.folder)
     trainer.accelerator.wait_for_everyone()
@@ -37,8 +43,8 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder) -> None:
     if state is not None and state.global_step >= state.max_steps and not args.resume_from_checkpoint:
         # The Trainer would take one step more.
         trainer.state = state
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        trainer._load_from_checkpoint(str(best or checkpoint))
+        kept = state.best_model_checkpoint if args.load_best_model_at_end else None
+        trainer._load_from_checkpoint(str(kept or checkpoint))
         return
     try:
         with storage_errors(args.folder):

@@ -34,11 +34,18 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replace a file atomically, by what the block writes to the temporary path beside it, unless it fails."""
+    """Replace a file atomically, by what the block writes to the temporary path beside it, unless it fails.
+
+    A link stays one to the new file; what is no file, such as /dev/stdout, is written to.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with storage_errors(path.parent):
+        with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             with temporary.open("rb+") as file:  # otherwise the rename may reach the disk before the content

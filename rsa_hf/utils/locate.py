@@ -15,9 +15,15 @@ def expanded(path: str) -> str:
 
 
 def locate(name: str) -> str:
-    """What `from_pretrained` takes: the folder of `package:NAME/FOLDER` in an installed package, else `expanded`."""
+    """What `from_pretrained` takes: the folder of `package:NAME/FOLDER` in an installed package, else `expanded`.
+
+    A ValueError: there is no such package, or folder.
+    """
     if not name.startswith(PREFIX):
-        return expanded(name)
+        place = expanded(name)
+        if place.startswith((".", "/")) and not Path(place).is_dir():
+            raise ValueError(f"{name}: there is no such folder. Name one of a checkpoint, or a model on the Hub.")
+        return place
     package, _, folder = name.removeprefix(PREFIX).partition("/")
     try:
         spec = importlib.util.find_spec(package)

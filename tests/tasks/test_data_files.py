@@ -8,6 +8,7 @@ import random
 import tarfile
 import zipfile
 
+import datasets
 import pytest
 
 from rsa_hf.tasks.data_files import json_lines, open_compressed
@@ -112,6 +113,7 @@ def test_archives_and_tables_are_refused(tmp_path, kind):
     ("returns", "options", "message"),
     [
         (RuntimeError("Dataset scripts are no longer supported, but found name.py"), {}, "owner/name.* no longer"),
+        (datasets.exceptions.DatasetGenerationError("a damaged file"), {}, "owner/name.* a damaged file"),
         ({"training": {}, "dev": {}}, {}, "has the splits training, dev, but no 'train'.*train_split_name"),
         ({"train": {}, "valid": {}}, {}, "splits train, valid, but no 'validation'.*validation_split_name"),
         ({"train": {}, "valid": {}}, {"validation_split_name": "dev"}, "splits train, valid, .*validation_split_name"),

@@ -76,7 +76,7 @@ def test_every_format_gives_the_same_functions(name, kind, tmp_path):
         assert {e.idx for e in examples} == {5 if name in ("devign", "primevul") else None}
 
 
-@pytest.mark.parametrize("labels", [(0, 1), (False, True), ("0", "1"), ("false", "TRUE")])
+@pytest.mark.parametrize("labels", [(0, 1), (0.0, 1.0), (False, True), ("0", "1"), ("false", "TRUE")])
 def test_labels_are_numbers_truths_or_these_in_words(labels, tmp_path):
     path, rows = tmp_path / "data", [{"func": func, "target": labels[target]} for func, target in FUNCTIONS]
     for kind in (as_json_lines, as_csv):
@@ -107,6 +107,8 @@ def test_labels_in_words_are_named(tmp_path):
     assert [e.target for e in read(path, label_values=["safe", "vulnerable"])] == [1, 0]
     with pytest.raises(ValueError, match="line 2: label must be 0 or 1, got 'vulnerable'; label_values"):
         read(path)
+    path.write_bytes(as_json_lines([{"code": "a", "label": True}, {"code": "b", "label": False}]))
+    assert [e.target for e in read(path, label_values=["false", "true"])] == [1, 0]
     path.write_text("code,label\na,vulnerable\nb,safe\nc,unknown\n")
     with pytest.raises(ValueError, match="line 4: label must be safe or vulnerable, got 'unknown'"):
         read(path, label_values=["safe", "vulnerable"])

@@ -93,3 +93,5 @@ def test_intervals_average_the_rows_of_a_function_and_bear_one_class():
     assert alone["accuracy"] == [0, 0]
     assert all(math.isnan(alone[name][0]) for name in ("roc_auc", "vd_score", "average_precision", "mcc"))
     assert math.isnan(compute_metrics(logits_of([1.0, 2.0]), [0, 0])["vd_score"])
+    alone = bootstrap_intervals(logits_of([1.0, 2.0]), [1, 1])
+    assert all(math.isnan(alone[name][0]) for name in ("roc_auc", "vd_score", "average_precision"))

@@ -24,6 +24,7 @@ from rsa_hf.training.model_setup import largest_token_id, load_model, require_in
 
 SMALL = {"vocab_size": 259, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4, "n_positions": 12}
 TINY = {"vocab_size": 97, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+BART = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "eos_token_id": 2}
 
 
 def save(folder, config, auto_class, **changes):
@@ -54,6 +55,7 @@ def three_classes(tmp_path_factory):
     ("model_type", "settings", "longest"),
     [
         ("roberta", {**TINY, "max_position_embeddings": 514}, 512),  # two of its positions are never reached
+        ("bart", {**TINY, **BART, "max_position_embeddings": 12}, 12),  # it reads the end of a text
         ("gpt2", SMALL, 12),
         ("gptj", SMALL, 12),  # its table of positions is a buffer
         ("codegen", {**SMALL, "n_head": 4}, 12),
@@ -61,7 +63,7 @@ def three_classes(tmp_path_factory):
     ],
 )
 def test_the_longest_input_is_tried(model_type, settings, longest):
-    auto_class = AutoModelForSequenceClassification if model_type == "roberta" else AutoModelForCausalLM
+    auto_class = AutoModelForSequenceClassification if model_type in ("roberta", "bart") else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.for_model(model_type, **settings)).train()
     require_inputs_fit(model, ids_up_to(40), min(longest, 200), "block_size")
     assert model.training

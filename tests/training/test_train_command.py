@@ -110,7 +110,13 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect,
     (tmp_path / "out" / "run.json").unlink()  # as of a Trainer of the user's own
     code, _, err = run(*words)
     assert code == 2 and "has checkpoints, but no run.json" in err
-    assert run(*words, "--learning_rate", 1e-3, "--overwrite_output_dir")[0] == 0
+    (tmp_path / "out" / "checkpoint-mine").mkdir()
+    assert run(*words, "--max_seq_length", 4096, "--overwrite_output_dir")[0] == 2
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()  # until a run begins
+    words += ["--learning_rate", 1e-3, "--overwrite_output_dir"]
+    assert run(*words)[0] == 0
+    assert (tmp_path / "out" / "checkpoint-mine").is_dir()
+    assert "hf upload" in run(*words[:-1], "--push_to_hub")[1]  # it had finished
 
 
 @pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
@@ -130,6 +136,12 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     assert scores == {key: pytest.approx(results[f"test_{key}"]) for key in scores} and "threshold" in scores
     same = json.loads(run("evaluate", "defect", tmp_path / "out" / "checkpoint-3", "--test_file", functions)[1])
     assert same["roc_auc"] == pytest.approx(scores["roc_auc"])  # cut alike, without the config
+    (tmp_path / "other").mkdir()
+    other = written(tmp_path / "other", {**defect, "max_seq_length": 16})
+    assert json.loads(run(*evaluation[:-1], other)[1])["roc_auc"] == pytest.approx(scores["roc_auc"])
+    longer = [json.loads(run(*evaluation, f"--max{_}seq{_}length", 16)[1])["roc_auc"] for _ in "_-"]
+    assert longer[0] == longer[1] != pytest.approx(scores["roc_auc"])
+    assert run(*evaluation, "--threshold", "nan")[0] == 2
     at = json.loads(run(*evaluation, "--threshold", 1)[1])["accuracy_at_threshold"]
     assert at == sum(json.loads(line)["target"] == 0 for line in functions.read_text().splitlines()) / 42
     assert run("predict", tmp_path / "out", functions, f"--output={tmp_path}/new/scores.jsonl")[0] == 0
@@ -166,6 +178,9 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
     ("words", "said"),
     [
         (["train", "lm", "CONFIG", "--learning_rate=1e30", "--logging_steps=1"], "the loss is"),
+        (["train", "lm", "CONFIG", "--metric_for_best_model=perplexity"], "choose from bits_per_byte, loss,"),
+        (["train", "lm", "--max_steps=1", "CONFIG"], "a CONFIG comes before all keys"),
+        (["train", "lm", "CONFIG", "--config_overrides={}", "--model_type=bert"], "sees the tokens that it predicts"),
         (["train", "lm", "absent.yaml"], "absent.yaml"),
         (["train", "lm", "CONFIG", "--rsa=none", "--model_name_or_path=PATCHED"], "the checkpoint has RSA heads"),
         (["train", "defect", "--dataloader_drop_last", "true"], "would leave functions out of the scores"),

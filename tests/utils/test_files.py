@@ -1,5 +1,7 @@
 """Atomic writes of files."""
 
+import os
+
 import pytest
 
 from rsa_hf.utils.files import StorageError, atomic_write, write_text
@@ -19,8 +21,19 @@ def test_a_file_is_replaced_only_when_the_block_succeeds(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 9) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
 def test_a_folder_is_made_and_a_file_in_its_place_is_a_storage_error(tmp_path):
     write_text(tmp_path / "new" / "a", "text")
     assert (tmp_path / "new" / "a").read_text() == "text"
-    with pytest.raises(StorageError, match="cannot write to .*/a: File exists"):
+    with pytest.raises(StorageError, match="cannot write to .*/a/b: File exists"):
         write_text(tmp_path / "new" / "a" / "b", "text")
