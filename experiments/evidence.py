@@ -61,10 +61,7 @@ def _rows(experiment: Experiment, size: Size, root: Path) -> Rows:
 
 
 def _confirmed(rows: Rows) -> Iterator[Effect]:
-    for measure, rival in (
-        (confirmation.OVER_PLAIN, "plain"),
-        (confirmation.OVER_CONVOLUTION, CONVOLUTION),
-    ):
+    for measure, rival in ((confirmation.OVER_PLAIN, "plain"), (confirmation.OVER_CONVOLUTION, CONVOLUTION)):
         for row in rows.find(measure, arm=DEFAULT):
             yield _from_scratch(rows, row, rival)
 

@@ -131,10 +131,7 @@ COMPARISON = Comparison(
     GROUP,
     (DEFAULT, CONVOLUTION),
     lambda run: score(run.values["shares"], run.settings["steps"]),
-    {
-        **all_measured(SHARE, STEPS, "learning_rate"),
-        SHARE_OF_STEPS: ratio((DEFAULT, SHIFT), CONVOLUTION, STEPS),
-    },
+    {**all_measured(SHARE, STEPS, "learning_rate"), SHARE_OF_STEPS: ratio((DEFAULT, SHIFT), CONVOLUTION, STEPS)},
     judged=(SHARE_OF_STEPS,),
     of_arm=DEFAULT,
     even=1.5,  # times the steps of the convolution

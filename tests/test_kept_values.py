@@ -14,11 +14,9 @@ import rsa_hf.ops.autograd
 import rsa_hf.ops.mask
 from families import FULL_PLAN, build, inputs, patched, tokens
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
-from rsa_hf.ops.cpp import build as cpp_build
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
-from rsa_hf.tasks import python_defects
 
 S = 24
 RATES = (["regular", "cos", "sin", "regular"], [0.9, 0.8, -0.7, 0.6], [0.0, 0.3, 0.4, 0.0], [1, 1, 2, 3])
@@ -181,23 +179,3 @@ def test_a_measured_tuning_is_not_used_where_results_must_be_deterministic(monke
     assert tuning.fastest(*asked) == options[1]
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert tuning.fastest(*asked) == options[0]
-
-
-def test_each_processor_and_version_of_pytorch_has_its_own_library(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "c++")
-    monkeypatch.setattr(cpp_build, "_flags", list)
-    monkeypatch.setattr(cpp_build, "_compiled", lambda command, kept: str(kept))
-    names = []
-    for machine, version in (("x86_64", "2.13.0"), ("aarch64", "2.13.0"), ("x86_64", "2.12.0"), ("x86_64", "2.13.0")):
-        monkeypatch.setattr(cpp_build.platform, "machine", lambda machine=machine: machine)
-        monkeypatch.setattr(cpp_build.torch, "__version__", version)
-        names.append(cpp_build.library.__wrapped__())
-    assert [names.index(name) for name in names] == [0, 1, 2, 0]
-
-
-def test_each_folder_has_its_own_functions(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "module.py").write_text(f"def {name}(x):\n    return x\n", encoding="utf-8")
-        assert [example.name for example in python_defects._corpus(str(tmp_path / name), 1, 1000)] == [name]

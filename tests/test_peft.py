@@ -1,12 +1,11 @@
 """Adapters with gates and rates: training, saving, loading, merging and switching."""
 
 import copy
-import pickle
 
 import peft
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoHaConfig, LoraConfig, LoraModel, PeftModel
+from peft import AutoPeftModelForCausalLM, IA3Config, LNTuningConfig, LoHaConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -117,16 +116,6 @@ def test_merged_is_an_ordinary_patched_model(family, method, tmp_path):
     found = [value for name, value in reloaded.named_parameters() if ".rsa." in name]
     assert all(torch.equal(a, b) for a, b in zip(found, rates, strict=True))
     assert patch_model(reloaded, PLAN) is reloaded
-
-
-@pytest.mark.parametrize("other", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_merge_like_the_model(other):
-    model, batch = trained_adapter("gpt2"), inputs("gpt2")
-    found = other(model)
-    assert isinstance(found.base_model, LoraModel)
-    with pytest.raises(ValueError, match="no weighted sum"):
-        found.add_weighted_adapter(["default"], [0.5], "sum")
-    assert torch.equal(logits(found.merge_and_unload(), batch), logits(model.merge_and_unload(), batch))
 
 
 @pytest.fixture

@@ -58,11 +58,7 @@ def _smollm2(task: str) -> tuple[Any, ...]:
 
 PLANS: dict[Size, list[Plan]] = {
     "toy": [
-        (
-            ("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30),
-            _rates((1e-3,), (1e-3,), (1e-3,)),
-            _parts(1.0, 4, 4),
-        )
+        (("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 0, 30), _rates((1e-3,), (1e-3,), (1e-3,)), _parts(1.0, 4, 4))
     ],
     "quick": [
         ((f"{family}-0.1M", "c", 128, 8, 48, 20_000, ALL, 0, 600), _BYTE_RATES, _parts(0.1, 60, 60))
@@ -77,11 +73,7 @@ PLANS: dict[Size, list[Plan]] = {
             )
             for family in ("gpt2", "llama")
         ),
-        (
-            _smollm2("wikitext-2"),
-            _PACKAGED_RATES,
-            [*_parts(0.01, 100, 50), (0.1, EVERYTHING, 100, _OF_EVERYTHING)],
-        ),
+        (_smollm2("wikitext-2"), _PACKAGED_RATES, [*_parts(0.01, 100, 50), (0.1, EVERYTHING, 100, _OF_EVERYTHING)]),
         (_smollm2("c"), _PACKAGED_RATES, [(0.01, NOTHING, 0, _UNTRAINED)]),
         (_smollm2("python"), _PACKAGED_RATES, [(0.1, NOTHING, 0, _UNTRAINED)]),
         (("minilm", DEVIGN, 48, 32, 512, ALL, ALL, 6, 0), _PACKAGED_RATES, [(1.0, EVERYTHING, 680, _OF_LORA)]),

@@ -95,11 +95,7 @@ def adamw_linear_decay(model: nn.Module, learning_rate: float, steps: int) -> tu
 
 
 def batch_loss(
-    model: nn.Module,
-    rows: Any,
-    batch: int,
-    seed: int,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    model: nn.Module, rows: Any, batch: int, seed: int, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[int], Tensor]:
     """The loss for `fit` of a model that returns one, on batches of shuffled rows."""
     order, device = shuffled_rows(len(rows), batch, seed), next(model.parameters()).device

@@ -41,8 +41,7 @@ def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[F
 
 def doctor(
     model: Annotated[
-        str | None,
-        typer.Option(help="Also check this model: a name on the Hub, a folder, or package:NAME/FOLDER."),
+        str | None, typer.Option(help="Also check this model: a name on the Hub, a folder, or package:NAME/FOLDER.")
     ] = None,
 ) -> None:
     """Show versions, backends, hooks and devices, and check a small model. Exits with 1 if a check fails.

@@ -48,10 +48,7 @@ def defect(
 
 @evaluate.command(**WITH_SETTINGS)
 def lm(
-    context: typer.Context,
-    model: Model,
-    split: Split = "test",
-    _: Annotated[bool, help_with_keys("lm")] = False,
+    context: typer.Context, model: Model, split: Split = "test", _: Annotated[bool, help_with_keys("lm")] = False
 ) -> None:
     """Score a language model: rsa-hf evaluate lm MODEL [CONFIG] [--key value …].
 

@@ -30,16 +30,7 @@ from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask, boolean_mask, lags
 from rsa_hf.ops.read_mask import read_traced
-from rsa_hf.rem import (
-    Rems,
-    complex_powers,
-    constant,
-    kept_constants,
-    mix,
-    take_heads,
-    weights_of_lags,
-    working_dtype,
-)
+from rsa_hf.rem import Rems, complex_powers, constant, kept_constants, mix, take_heads, weights_of_lags, working_dtype
 
 CHUNK = 32  # steps
 
@@ -187,12 +178,7 @@ def _interleaved(x: Tensor, d: int, fill: int) -> Tensor:
 
 
 def _product(
-    x: Tensor,
-    rems: Rems,
-    stride: int,
-    sides: tuple[int, ...],
-    window: int | None,
-    ids: tuple[Tensor, Tensor] | None,
+    x: Tensor, rems: Rems, stride: int, sides: tuple[int, ...], window: int | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """P V in chunks, in the shape of x, of values or of states, which have a real and an imaginary part.
 

@@ -77,8 +77,7 @@ class DefectDataConfig(DataSource):
     validation_split_percentage: float = HfArg(default=10, help="Percent of the functions for validation.")
     test_split_percentage: float = HfArg(default=10, help="Percent of the functions for testing.")
     max_train_samples: int | None = HfArg(
-        default=None,
-        help="At most so many training functions, at random with the classes in proportion; default all.",
+        default=None, help="At most so many training functions, at random with the classes in proportion; default all."
     )
     max_eval_samples: int | None = HfArg(default=None, help="The same for validation and test, each.")
     deduplicate: bool = HfArg(

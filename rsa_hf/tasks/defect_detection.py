@@ -157,11 +157,7 @@ class _Trainer(RSATrainer):
 
 
 def _loss(
-    outputs: Any,
-    labels: Tensor,
-    num_items_in_batch: Any = None,
-    weights: Tensor | None = None,
-    smoothing: float = 0.0,
+    outputs: Any, labels: Tensor, num_items_in_batch: Any = None, weights: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
     """The weighted loss of a micro-batch, as its share of the mean over the functions of a step."""
     logits = outputs.logits.float()

@@ -90,10 +90,7 @@ class Example:
 
 
 def load_python_defects(
-    seed: int = 0,
-    min_characters: int = 60,
-    max_characters: int = 400,
-    kinds: Sequence[str] | None = None,
+    seed: int = 0, min_characters: int = 60, max_characters: int = 400, kinds: Sequence[str] | None = None
 ) -> dict[str, list[Example]]:
     """Build the embedded data set: in each split, every clean function is followed by its defective twin.
 
@@ -119,10 +116,7 @@ def load_python_defects(
             taken.add(func)
             usage[split][kind] += 1
             pair = len(splits[split]) // 2
-            splits[split] += [
-                replace(clean, pair=pair),
-                Example(func, 1, clean.path, clean.name, kind, pair=pair),
-            ]
+            splits[split] += [replace(clean, pair=pair), Example(func, 1, clean.path, clean.name, kind, pair=pair)]
     return splits
 
 

@@ -15,10 +15,7 @@ _OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
 
 
 def param_groups(
-    model: nn.Module,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    rsa_learning_rate: float | None = None,
+    model: nn.Module, learning_rate: float, weight_decay: float = 0.0, rsa_learning_rate: float | None = None
 ) -> list[dict[str, Any]]:
     """Parameter groups of a patched (or plain) model for a torch optimiser.
 

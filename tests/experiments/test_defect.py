@@ -8,7 +8,6 @@ import torch
 from experiment_runs import fake_runs
 from experiments import code_encoder, defect
 from experiments.variants import DEFAULT, patched_modules
-from rsa_hf.tasks import word_count_baseline
 from rsa_hf.tasks.python_defects import Example
 
 FUNCTIONS = [
@@ -44,18 +43,6 @@ def test_a_variant_begins_as_its_encoder_and_is_scored(small, arm):
     assert values == defect.measure(settings)
     assert values["pair_correct"] <= 1 and 0 <= values["vd_score"] <= 1
     assert int(values["right"][0]).bit_count() == round(20 * values["accuracy"])
-
-
-def test_an_encoder_of_another_seed_and_another_share_are_taken(small):
-    first, other = ({**small, "arm": "plain", "seed": seed} for seed in (0, 1))
-    weights = [defect.make_classifier(settings)[0].state_dict() for settings in (first, other, {**first, "seed": 2})]
-    name = "roberta.embeddings.word_embeddings.weight"
-    assert not torch.equal(weights[0][name], weights[1][name])
-    assert torch.equal(weights[0][name], weights[2][name])
-    shares = [{e.func for e in defect.read_functions(settings)["train"]} for settings in (first, other)]
-    assert [len(share) for share in shares] == [20, 20] and shares[0] != shares[1]
-    words = defect.measure({**first, "arm": defect.WORDS, "learning_rate": 0.0})
-    assert words["accuracy"] == word_count_baseline(defect.read_functions(first))["test"]["accuracy"]
 
 
 def test_mcnemars_test_is_of_the_answers():

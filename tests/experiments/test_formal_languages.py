@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.regular_languages.languages import (
-    LANGUAGES,
-    Automaton,
-    all_strings,
-    legal_next,
-    make_splits,
-)
+from experiments.regular_languages.languages import LANGUAGES, Automaton, all_strings, legal_next, make_splits
 
 BINS = ((2, 50), (51, 100), (101, 150))
 # Regular expressions from the definitions of the languages.

@@ -2,25 +2,21 @@
 
 import json
 import math
-import os
 import statistics
 from dataclasses import replace
 
 import pytest
-import torch
 from scipy.stats import t
 
-from experiment_runs import finished
 from experiments.__main__ import main
 from experiments.runner.comparison import Comparison, all_measured
 from experiments.runner.experiment import EXPERIMENTS, Experiment, RequestError, find_experiment
-from experiments.runner.files import CACHE, MissingDataError, cached, data_file
-from experiments.runner.fit import fit, shuffled_rows
+from experiments.runner.files import MissingDataError, data_file
+from experiments.runner.fit import shuffled_rows
 from experiments.runner.panels import panels
-from experiments.runner.processes import run_all, workers
 from experiments.runner.report import write_report
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
-from experiments.runner.summary import Conclusion, Row, Rows, interval, summarise
+from experiments.runner.summary import Conclusion, Row, Rows, interval
 
 NAME = "synthetic"  # any experiment
 
@@ -89,19 +85,6 @@ def test_another_text_is_refused(small_data, monkeypatch):
         data_file("enwik8/enwik9.xz")
 
 
-def in_a_process(settings):
-    return {"seed": settings["seed"], "process": os.getpid()}
-
-
-@pytest.mark.slow  # starts processes
-def test_workers_are_processes():
-    grid = {str(i): {"seed": i} for i in range(4)}
-    with workers(2) as executor:
-        found = dict(run_all(in_a_process, grid, executor))
-    assert {key: run.values["seed"] for key, run in found.items()} == {str(i): i for i in range(4)}
-    assert os.getpid() not in {run.values["process"] for run in found.values()}
-
-
 # --- intervals and verdicts -----------------------------------------------------------------------------------------
 
 
@@ -168,16 +151,6 @@ def test_an_interval_over_parts_of_a_text_is_wider():
     assert math.isinf(interval([[1.0, math.inf], [3.0, 3.0]])[0])
 
 
-def test_a_row_summarises_runs_that_differ_in_their_seed_alone():
-    results = [finished({"arm": "rsa", "n": n, "seed": seed}, {"loss": n + seed}) for n in (1, 2) for seed in (0, 1)]
-    # The settings of stored runs may be in another order.
-    results[1] = replace(results[1], settings=dict(reversed(results[1].settings.items())))
-    assert [(row.settings, row.mean) for row in summarise(results)] == [
-        ({"arm": "rsa", "n": 1}, 1.5),
-        ({"arm": "rsa", "n": 2}, 2.5),
-    ]
-
-
 # --- parts and the report -------------------------------------------------------------------------------------------
 
 
@@ -213,34 +186,6 @@ def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):
 
 
 # --- training -------------------------------------------------------------------------------------------------------
-
-
-def test_fit_is_the_training_loop_written_out():
-    """With a gradient that is clipped, and a schedule."""
-    data = torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(0)) * 10
-
-    def fresh():
-        torch.manual_seed(1)
-        model = torch.nn.Linear(3, 1).eval()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-    (model, optimizer, schedule), (fitted, of_fitted, its_schedule) = fresh(), fresh()
-    for batch in data:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
-    def loss(step):
-        assert fitted.training  # also after an evaluation
-        return fitted(data[step - 1]).square().mean()
-
-    fit(loss, of_fitted, 9, model=fitted, schedule=its_schedule, after_step=lambda *_: fitted.eval() is None)
-    for p, q in zip(model.parameters(), fitted.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    assert fit(loss, of_fitted, 9, model=fitted, after_step=lambda step, _: step == 4) == 4
 
 
 def test_rows_are_shuffled_anew_for_each_pass():
@@ -290,24 +235,6 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
     table, configuration = (folder / "table.md").read_text(), json.loads((folder / "configuration.json").read_text())
     assert "| rsa | learning rate | 0.01 |" in table and "| plain | learning rate | 0.003 |" in table
     assert len(configuration["cells"]) == configuration["planned"] == 11
-
-
-def test_a_file_is_made_once_for_its_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    made = []
-
-    def make(path):
-        made.append(path)
-        path.write_text(str(len(made)))
-        if len(made) == 3:
-            raise OSError("the disk is full")
-
-    first, again = (cached("x", settings, ".txt", make) for settings in ({"a": 0, "b": 3}, {"b": 3, "a": 0}))
-    other = cached("x", {"a": 1, "b": 3}, ".txt", make)
-    assert first == again and (first.read_text(), other.read_text()) == ("1", "2")
-    with pytest.raises(OSError, match="full"):
-        cached("y", {}, ".txt", make)
-    assert cached("y", {}, ".txt", make).read_text() == "4"  # not what was half written
 
 
 def test_the_command_line(capsys, tmp_path):

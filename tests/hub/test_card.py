@@ -199,11 +199,6 @@ def test_a_readme_that_is_no_card_or_cannot_be_read_stays_as_it_is(model, tmp_pa
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_only_the_main_process_writes(model, tmp_path):
-    model.save_pretrained(tmp_path, is_main_process=False)
-    assert not (tmp_path / "README.md").exists()
-
-
 def test_a_local_path_is_not_named_as_the_base_model(model, tmp_path):
     for path in (str(tmp_path), "./outputs/best", "/nowhere/at/all"):
         card = ModelCard.load(write_card(model, tmp_path, base_model=path, plot=False))

@@ -66,8 +66,7 @@ def test_positions_beyond_the_slots_of_a_static_cache_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("llama", "flash_attention_2"), ("gpt2", "sdpa")],
+    ("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("llama", "flash_attention_2"), ("gpt2", "sdpa")]
 )
 @pytest.mark.parametrize("case", ["prefix", "right", "answer", "left", "slots", "restarts"])
 @torch.no_grad()

@@ -378,8 +378,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
                 next_states.append(state.detach())
         use_cache = config.use_cache if use_cache is None else use_cache
         return SegmentOutput(
-            last_hidden_state=self.drop(self.norm(hidden)),
-            mems=(*next_caches, *next_states) if use_cache else None,
+            last_hidden_state=self.drop(self.norm(hidden)), mems=(*next_caches, *next_states) if use_cache else None
         )
 
 

@@ -70,12 +70,7 @@ class TransformerXLAttention(InterfaceAttention):
             self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
 
     def forward(
-        self,
-        hidden: Tensor,
-        memory: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        biases: tuple[Tensor, Tensor] | None,
+        self, hidden: Tensor, memory: Tensor, positions: Tensor, visible: Tensor, biases: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """From a segment, [B, T, d_model], to the output and the attention weights, [B, H, T, S] or None.
 

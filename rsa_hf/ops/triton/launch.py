@@ -143,13 +143,7 @@ def _plan(layout: Layout, residues: tuple[int, ...], device: torch.device) -> tu
 
 @functools.lru_cache(maxsize=256)
 def _divide(
-    batch: int,
-    head_size: int,
-    length: int,
-    layout: Layout,
-    processors: int,
-    tuning: Tuning,
-    flags: tuple[bool, ...],
+    batch: int, head_size: int, length: int, layout: Layout, processors: int, tuning: Tuning, flags: tuple[bool, ...]
 ) -> tuple[int, int, tuple[int, ...], Shape]:
     """Programs, states that enter the chunks of a head from the right, residues of each head, and what to compile for.
 

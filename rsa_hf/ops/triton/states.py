@@ -368,16 +368,7 @@ def _states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.const
 
 @triton.jit
 def splits_kernel(
-    x,
-    key_mask,
-    document_ids,
-    columns,
-    heads,
-    table,
-    splits,
-    sizes,
-    SHAPE: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    x, key_mask, document_ids, columns, heads, table, splits, sizes, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
 ):
     """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK].
 
