@@ -15,10 +15,10 @@ from transformers.hf_argparser import HfArg
 from rsa_hf.tasks.data_files import (
     DataSource,
     checked,
-    json_lines,
     kind_of_file,
     numbered,
     open_compressed,
+    read_table,
     sources_of,
 )
 
@@ -130,7 +130,7 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
     if kind_of_file(path) in (".jsonl", ".ndjson", ".json"):
-        yield from _documents(json_lines(path), field)
+        yield from _documents(read_table(path), field)
         return
     with open_compressed(path) as file:
         while piece := file.read(2**16):

@@ -35,6 +35,9 @@ def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, en
     assert read_texts(config) == {"train": b"int f() {}\n", "validation": "int f() {}\n\u2028 ü\n".encode()}
     with pytest.raises(ValueError, match=rf"data.{kind}.*, line 1: .*text_column_name"):
         read_texts(LanguageModelingDataConfig(train_file=str(path)))
+    with OPENERS[ending](path, "wt", encoding="utf-8") as file:
+        json.dump(rows, file)
+    assert read_texts(config)["train"] == b"int f() {}\n"  # of an array too
 
 
 @pytest.mark.parametrize(
