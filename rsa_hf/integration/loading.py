@@ -150,11 +150,10 @@ def _planned_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor belongs to a part that this class does not have, such as the decoder of a T5EncoderModel."""
-    # The plan names its module. Patterns alone match too much: "attn.bias" of GPT-2 is in "c_attn.bias.rsa.mu".
+    """Whether a tensor belongs to a part that this class does not have, such as the encoder of a BartForCausalLM."""
     module = key.rpartition(".rsa.")[0]
-    is_planned = any(f".{module}".endswith(f".{name}") for name in _planned_modules(model))
-    return is_planned and any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+    planned = {name.split(".")[0] for name in _planned_modules(model) if f".{module}".endswith(f".{name}")}
+    return bool(planned) and planned.isdisjoint(part for name, _ in model.named_modules() for part in name.split("."))
 
 
 def _check_files(files: list[str], load_config: Any) -> None:

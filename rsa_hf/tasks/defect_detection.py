@@ -264,7 +264,10 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
     splits = load_defect_data(run.data, only=split)
     if split not in splits:
         raise ValueError(f"the data has no {split} split to score. Choose validation, or test if the data has one.")
-    print(f"scored: {len(splits[split]):,} functions, {split} of {run.data.origin}", file=sys.stderr)
+    print(
+        f"scored: {len(splits[split]):,} functions, {split} of {run.data.files.get(split, run.data.origin)}",
+        file=sys.stderr,
+    )
     logits = _logits(model, tokenizer, splits[split], run)
     if threshold is None:
         threshold = getattr(model.config, SAVED, {}).get("threshold")

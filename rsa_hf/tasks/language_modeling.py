@@ -142,7 +142,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     blocks = {"validation": text.validation, "test": text.test}.get(split)
     if blocks is None:
         raise ValueError(f"the data has no split {split!r} to score. Choose validation, or test if the data has one.")
-    print(f"scored: {split} of {run.data.origin}", file=sys.stderr)
+    print(f"scored: {split} of {run.data.files.get(split, run.data.origin)}", file=sys.stderr)
     model.to(run.training.device)  # type: ignore[arg-type]  # transformers' decorator
     memory = as_mapping("eval_memory", run.data.eval_memory)
     return evaluate_language_model(model, blocks, run.training.per_device_eval_batch_size, memory, progress=True)

@@ -12,16 +12,17 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    BartForCausalLM,
     GPT2Config,
     PreTrainedModel,
     T5EncoderModel,
-    T5ForConditionalGeneration,
 )
 
 from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
 from file_edits import edit_json, edit_tensors
 from launching import run_python
 from rsa_hf import RSAConfig, patch_model, unpatch_model
+from small_runs import assert_same_weights
 
 
 def trained(model, plan=FULL_PLAN):
@@ -37,13 +38,16 @@ def saved(tmp_path):
 
 
 @torch.no_grad()
-def test_the_encoder_of_an_encoder_decoder_loads_alone(tmp_path):
-    model = trained(build_language_model("t5"))
+@pytest.mark.parametrize(("family", "half"), [("t5", T5EncoderModel), ("bart", BartForCausalLM)])
+def test_a_half_of_an_encoder_decoder_loads_alone(family, half, tmp_path):
+    model = trained(build_language_model(family))
+    embedded = torch.randn(2, 9, model.config.d_model)  # transformers leaves BART's embeddings out
     model.save_pretrained(tmp_path)
-    ids = inputs("t5")["input_ids"]
-    half = T5EncoderModel.from_pretrained(tmp_path)
-    assert torch.equal(half(input_ids=ids)[0], model.encoder(input_ids=ids)[0])
-    assert isinstance(T5ForConditionalGeneration.from_pretrained(tmp_path), T5ForConditionalGeneration)
+    alone = half.from_pretrained(tmp_path)
+    stacks = (each.get_decoder() if family == "bart" else each.get_encoder() for each in (model, alone))
+    assert torch.equal(*(stack(inputs_embeds=embedded)[0] for stack in stacks))
+    alone.save_pretrained(tmp_path / "half")
+    assert_same_weights(half.from_pretrained(tmp_path / "half").state_dict(), alone.state_dict())
 
 
 @pytest.mark.parametrize("initialise", [False, True])

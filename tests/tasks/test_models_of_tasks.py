@@ -104,9 +104,9 @@ def test_what_is_scored_is_said(gpt2, tmp_path, capsys):
     language_modeling.evaluate(gpt2, "test", ["--max_eval_bytes=200", "--block_size=32"])
     assert "scored: test of the embedded data" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text('{"func": "int a;", "target": 0}\n{"func": "int b;", "target": 1}\n')
-    settings = [f"--test_file={tmp_path}/rows.jsonl", "--max_seq_length=16"]
+    settings = [f"--test_file={tmp_path}/rows.jsonl", "--train_file=absent.jsonl", "--max_seq_length=16"]
     defect_detection.evaluate(detector, "test", settings)
-    assert "scored: 2 functions, test of " + str(tmp_path / "rows.jsonl") in capsys.readouterr().err
+    assert f"scored: 2 functions, test of {tmp_path}/rows.jsonl\n" in capsys.readouterr().err
 
 
 def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_classes, tmp_path):
