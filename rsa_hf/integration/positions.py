@@ -1,0 +1,101 @@
+"""Whether the slots of the cached keys, which P V counts, are the positions of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rsa_hf.ops.mask import AttentionMask, remembered
+from rsa_hf.rem import is_transformed
+
+# Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
+_LARGEST_FIRST_POSITION = 2
+_FAR = 2**40  # beyond all positions
+
+
+def require_own_keys(module: nn.Module, key_length: int) -> None:
+    """Refuse a cache of which an indexer may hide a query's own key, by which its position is found."""
+    config = getattr(getattr(module, "config", None), "__dict__", {})
+    selected = config.get("index_topk") or config.get("indexer_budget")
+    if selected is not None and key_length > selected:
+        raise NotImplementedError(
+            f"this {type(module).__name__} attends to {selected} of {key_length} keys. RSA finds the place of a query "
+            f"in a cache by its own key, which may not be among them: use caches of up to {selected} tokens, or "
+            "use_cache=False, or unpatch_model(model)."
+        )
+
+
+def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge the keys; None if it cannot."""
+    positions = keywords.get("position_ids")
+    if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
+        return None  # M-RoPE has several axes, and a paged cache several texts
+    # Not as an attribute, which a config whose layers differ refuses.
+    of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
+    if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
+        return None  # without a value to look at
+    return positions
+
+
+def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
+    """Check that positions count what P V counts: slots of the keys, from the first one that a row does not hide.
+
+    A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys, or
+    tokens of another text that begins as its own does.
+    """
+    T, device = mask.query_length, positions.device.type
+    # A single query on a GPU is not checked: decoding would wait for the device at each token.
+    if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
+        return
+    slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
+    if slot > 0:
+        # Looking at a few numbers takes less time than remembering them.
+        position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
+        if position > slot + _LARGEST_FIRST_POSITION:
+            raise ValueError(
+                f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
+                "the cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
+                "unpatch_model(model). If this one does, position_ids must start at 0."
+            )
+    if T > 1 and mask.visible is not None and remembered(_is_tree, positions, mask):
+        raise ValueError(
+            "position_ids: the mask and the positions are those of several texts that begin alike, in one row. RSA "
+            "counts distances in slots, so P V would depend on the order of the texts: give each of them a row, or "
+            "unpatch_model(model)."
+        )
+    is_padded = mask.documents is None and (mask.key_mask is not None or mask.query_position is not None)
+    if is_padded and remembered(_has_padding, positions, mask):
+        raise ValueError(
+            "position_ids: padding stands between the keys of a row, and its positions do not count it. RSA counts "
+            "distances in slots, so P V would depend on it: after cached keys give rows of one length, or pad the "
+            "whole texts on the left and run them without the cache, or unpatch_model(model)."
+        )
+
+
+def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
+    """Whether two queries see the same key, at distances that differ otherwise than their positions do."""
+    assert mask.visible is not None
+    visible, slots = mask.visible[:, 0], torch.arange(positions.shape[1], device=positions.device)
+    is_real = visible.any(1)[:, mask.query_offset :][:, : len(slots), None]
+    start = (slots - positions)[..., None].expand(-1, -1, mask.key_length)  # [B, T, S]
+    seen = visible & is_real
+    return bool((torch.where(seen, start, -_FAR).amax(1) > torch.where(seen, start, _FAR).amin(1)).any())
+
+
+def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
+    """Whether padding stands between a real token and the first one of its row, and its position does not count it."""
+    keys, slots = mask.key_mask, mask.query_offset + torch.arange(mask.query_length, device=positions.device)
+    if mask.query_position is not None and mask.visible is not None:
+        keys, slots = mask.visible[:, 0, 0], mask.query_position[None]
+    assert keys is not None
+    first = keys.int().argmax(1, keepdim=True)
+    steps = slots - first
+    return bool(((steps > positions) & (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]).any())
+
+
+def _latest_start(positions: Tensor) -> int:
+    """Position of the first query, counted back from the query that is farthest ahead."""
+    return int((positions - torch.arange(positions.shape[1], device=positions.device)).max())
