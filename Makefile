@@ -45,7 +45,7 @@ test-all: lint types ## All tests
 
 RELIABILITY = $(wildcard tests/reliability/test_*.py)
 
-test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (45 minutes): writes RELIABILITY.md
+test-reliability: $(READY) ## Faults, hostile input, long runs in full numbers (5 minutes): writes RELIABILITY.md
 	mkdir -p outputs && echo "{\"began\": $$(date +%s)}" > outputs/reliability.jsonl
 	RSA_HF_RELIABILITY=full RSA_HF_RELIABILITY_RECORD=$(CURDIR)/outputs/reliability.jsonl \
 		$(PYTEST) --no-loadscope-reorder -m 'slow or not slow' --timeout=2700 $(RELIABILITY)
