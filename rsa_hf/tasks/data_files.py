@@ -171,20 +171,19 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
     A row comes with its place: file and line, or data set, split and row. JSON that was not parsed is bytes.
 
     Raises:
-        ValueError: after the last row, with the first ten bad ones and their number.
+        ValueError: after the last row, with the first ten bad ones, those of one fault together, and their number.
     """
-    bad: list[str] = []
-    total = 0
+    bad, total = dict[str, list[str]](), 0  # places by the fault
     for place, row in rows:
         try:
             yield read(json.loads(row) if isinstance(row, bytes) else row)
         except (ValueError, RecursionError) as error:
             total += 1
-            if len(bad) < MOST_NAMED:
-                bad.append(f"{place}: {error}")
+            if total <= MOST_NAMED:
+                bad.setdefault(str(error), []).append(place)
     if bad:
-        more = f" … {total} bad rows in all." if total > len(bad) else ""
-        raise ValueError("; ".join(bad) + more)
+        more = f" … {total} bad rows in all." if total > MOST_NAMED else ""
+        raise ValueError("; ".join(f"{', '.join(places)}: {fault}" for fault, places in bad.items()) + more)
 
 
 def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> dict[str, Any]:
