@@ -79,7 +79,8 @@ class BestWeights:
 
     def restore(self) -> float:
         """The lowest score, and its weights into the model; NaN, and the last weights, if none was finite."""
-        self.model.load_state_dict(self._weights or self.model.state_dict())
+        if self._weights:
+            self.model.load_state_dict(self._weights)
         return min(filter(math.isfinite, self.scores), default=math.nan)
 
 

@@ -46,9 +46,10 @@ _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 # Classes whose mask hides keys with −100 rather than −10,000 or less.
 _HIDE_WITH_MINUS_100 = {"SwinAttention"}
 
-# transformers' mask functions by whether windows and packed documents are in their masks, or left to keywords.
-_WITH_WINDOWS = (MASKS["sdpa"], MASKS["eager"], MASKS["flex_attention"])
-_WITHOUT_WINDOWS = MASKS["flash_attention_2"]
+# transformers' mask functions: sdpa's leaves out the mask of a first text in a static cache; three have windows and
+# packed documents in their masks, and flash attention's leaves these to keywords.
+_SDPA, _FLASH = MASKS["sdpa"], MASKS["flash_attention_2"]
+_WITH_WINDOWS = (_SDPA, MASKS["eager"], MASKS["flex_attention"])
 
 
 # --- modules that use the attention interface -----------------------------------------------------------------------
@@ -102,8 +103,9 @@ def _attention_with_rsa(
     masks, aligned_top_left = MASKS.get(implementation), False
     if has_more_keys and rsa is not None:
         require_own_keys(module, key.shape[2])
-        if attention_mask is None and masks is not _WITHOUT_WINDOWS and query.shape[2] > 1:
-            aligned_top_left = masks in _WITH_WINDOWS or is_aligned_top_left(attend, query, value)
+        aligned_top_left = masks is _SDPA
+        if attention_mask is None and query.shape[2] > 1 and masks not in (*_WITH_WINDOWS, _FLASH):
+            aligned_top_left = is_aligned_top_left(attend, query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),

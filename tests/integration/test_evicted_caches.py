@@ -8,6 +8,7 @@ import flash_stand_in
 import rsa_hf.integration.attention as hooks
 from families import FULL_PLAN, patched, tiny_config, tokens, widen
 from rsa_hf import RSAConfig, patch_model, unpatch_model
+from survey import checks
 from survey.tiny_models import build
 
 LENGTH, KEPT = 8, [0, 1, 2, 6, 7]
@@ -116,13 +117,12 @@ def test_texts_that_begin_alike_are_refused_in_one_row(attention, cached):
         run(positions)
 
 
-@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="needs DeepSeek V3.2")
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no DeepSeek V3.2")
 @pytest.mark.filterwarnings("ignore:unsupported mask")
 @torch.no_grad()
 def test_a_cache_whose_keys_are_selected_is_refused():
-    model = build("deepseek_v32", "causal-lm").model
-    patch_model(model, RSAConfig(num_regular=1))
-    ids = tokens(2, LENGTH)
+    case, ids = build("deepseek_v32", "causal-lm"), tokens(2, LENGTH)
+    model = patch_model(case.model, RSAConfig(num_regular=1))
     expected = model(ids, use_cache=False).logits
     start = model(ids[:, :-1])
     found = model(ids[:, -1:], past_key_values=start.past_key_values).logits
@@ -130,10 +130,12 @@ def test_a_cache_whose_keys_are_selected_is_refused():
     for module in model.modules():
         if hasattr(module, "indexer"):
             module.indexer.index_topk = module.config.index_topk = 4
-    assert model(ids, use_cache=False).logits.isfinite().all()
     start = model(ids[:, :-1])
     with pytest.raises(NotImplementedError, match="attends to 4 of 8 keys"):
         model(ids[:, -1:], past_key_values=start.past_key_values)
+    unpatch_model(model)
+    with checks.patched(case) as subject:  # without a cache, against the equation written out
+        checks.check_values(subject)
 
 
 def qwen2_vl():
