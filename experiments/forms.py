@@ -51,7 +51,7 @@ class FormHeads(RSAHeads):
             f = nn.functional.pad(self.kernel, (1, max(0, length - 1 - self.kernel.shape[1])))
             return f[:, :length]
         rems, _ = self.rems_and_gate()
-        unit = self.mu.new_tensor([[0, -1] if kind == "sin" else [1, 0] for kind in self.spec.kinds])
+        unit = self.mu.new_tensor([[0, -1] if kind == "sin" else [1, 0] for kind in rems.kinds])
         c = self.amplitude if self.form == "amplitude" else unit
         lags = torch.arange(length, device=self.mu.device)
         real, imaginary = complex_powers(rems, (lags - 1).clamp(min=0), torch.float32)
@@ -59,7 +59,8 @@ class FormHeads(RSAHeads):
 
     def forward(self, attention: Tensor, value: Tensor, mask: AttentionMask | None = None, *_: Any) -> Tensor:
         """Mix P V into attention [B, T, H, D], of the last T of S positions; of the mask the direction is read."""
-        heads, gate = self.spec.heads, self.rates()["gate"].expand(self.spec.num_rsa_heads)
+        heads = self.spec.layout.heads
+        gate = self.rates()["gate"].expand(len(heads))
         if self.form == "nothing":
             return mix(attention, torch.zeros_like(attention[:, :, list(heads)]).transpose(1, 2), gate, heads)
         T, S = attention.shape[1], value.shape[2]

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 from rsa_hf.ops.problem import HeadRow, Layout
@@ -72,37 +71,17 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The RSA heads of one attention layer, R of them, and the parameters that they read."""
+    """The RSA heads of one attention layer, the parameters that they read, and where these start."""
 
-    heads: tuple[int, ...]  # index of each RSA head among the layer's attention heads, ascending
-    kinds: tuple[str, ...]  # the base REM of each, "regular", "cos" or "sin"
-    dilations: tuple[int, ...]  # the dilating factor of each
-    rates: tuple[int, ...]  # place of each one's rate in the list of all η, then all ν; a pair has one place
-    gate_per_head: bool
-    parameter_scale: float
-    num_free_lags: int
+    layout: Layout
     causal: bool | None
-    # Where parameters start: μ, of length R or 1; η; ν; θ in radians, as many as ν; the free lags of each head. They
-    # are not compared: a model and its saved copy have the same heads wherever they started.
+    # Where parameters start: μ, one for all heads or one for each; η; ν; θ in radians, as many as ν; the free lags of
+    # each head. They are not compared: a model and its saved copy have the same heads wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)
     theta: tuple[float, ...] = field(compare=False)
     free_lags: tuple[float, ...] = field(compare=False)
-
-    @property
-    def num_rsa_heads(self) -> int:
-        """Number of RSA heads, R."""
-        return len(self.heads)
-
-    @cached_property  # asked for in each forward
-    def layout(self) -> Layout:
-        """Where each head stands, and its numbers among the parameters."""
-        rows = []
-        for i, (head, kind, dilation) in enumerate(zip(self.heads, self.kinds, self.dilations, strict=True)):
-            rate = self.rates[i] - (len(self.eta) if kind != "regular" else 0)
-            rows.append(HeadRow(head, KINDS.index(kind), dilation, i if self.gate_per_head else 0, rate, i))
-        return Layout(tuple(rows), self.parameter_scale, self.num_free_lags)
 
 
 @dataclass(frozen=True)
@@ -302,19 +281,18 @@ class RSAConfig:
         if num_heads is not None and heads[-1].head >= num_heads:
             _refuse("head", heads[-1].head, f"an index below {num_heads}, the heads of layer {heads[-1].layer},")
         regular = [head for head in heads if head.kind == "regular"]
-        turning = [head for head in heads if head.kind != "regular"]
         cyclical: dict[int, HeadConfig] = {}
-        for head in turning:
-            cyclical.setdefault(head.rate, head)
-        places = {rate: place for place, rate in enumerate([*(head.rate for head in regular), *cyclical])}
+        for head in heads:
+            if head.kind != "regular":
+                cyclical.setdefault(head.rate, head)
+        # Of a regular head among η, of a cyclical one among ν and θ, where a pair has one place.
+        places = {head.rate: i for i, head in enumerate(regular)} | {rate: i for i, rate in enumerate(cyclical)}
+        rows = []
+        for i, head in enumerate(heads):
+            gate = i if self.gate_per_head else 0
+            rows.append(HeadRow(head.head, KINDS.index(head.kind), head.dilation, gate, places[head.rate], lags=i))
         return LayerSpec(
-            heads=tuple(head.head for head in heads),
-            kinds=tuple(head.kind for head in heads),
-            dilations=tuple(head.dilation for head in heads),
-            rates=tuple(places[head.rate] for head in heads),
-            gate_per_head=bool(self.gate_per_head),
-            parameter_scale=self.parameter_scale,
-            num_free_lags=self.num_free_lags,
+            layout=Layout(tuple(rows), self.parameter_scale, self.num_free_lags),
             causal=None,
             mu=tuple(_logit(head.gate) for head in (heads if self.gate_per_head else heads[:1])),
             eta=tuple(math.atanh(head.decay) for head in regular),

@@ -25,7 +25,7 @@ from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import Learned, Problem, rems_and_gate
 from rsa_hf.ops.shard import Shard, sum_gradients
-from rsa_hf.rem import Rems, decay_rates
+from rsa_hf.rem import KINDS, Rems, decay_rates
 
 logger = logging.get_logger(__name__)
 
@@ -76,14 +76,14 @@ class RSAHeads(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
-                start = start if name == "free_lags" else start / self.spec.parameter_scale
+                start = start if name == "free_lags" else start / self.spec.layout.scale
                 if isinstance(parameter, DTensor):  # each process has the start: None sends nothing
                     start = distribute_tensor(start, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(start)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`."""
-        scale = self.spec.parameter_scale
+        scale = self.spec.layout.scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:
             return self.mu.new_empty(0, dtype=dtype) if parameter is None else torch.mul(parameter.to(dtype), scale)
@@ -112,7 +112,7 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
-        (_, T, H, _), (_, Hv, S, _), last = attention.shape, value.shape, self.spec.heads[-1]
+        (_, T, H, _), (_, Hv, S, _), last = attention.shape, value.shape, self.spec.layout.rows[-1].head
         total = H if shard is None else H * shard.size
         if last >= total or H % Hv:
             raise ValueError(
@@ -130,10 +130,11 @@ class RSAHeads(nn.Module):
         learned, layout = self.learned, self.spec.layout
         assert learned.mu is not None
         if learned.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
-            # `_apply` cannot prevent it: FSDP and DeepSpeed give a module parameters of their own.
+            # `_apply` cannot prevent it: FSDP, DeepSpeed and some loaders give a module parameters of their own.
             logger.warning_once(
-                f"RSA parameters are {learned.mu.dtype}: gates and rates are rounded, and learn coarsely. Under FSDP "
-                "use FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
+                f"RSA parameters are {learned.mu.dtype}: gates and rates are rounded, and learn coarsely. Give "
+                "accelerate's load_checkpoint_and_dispatch no dtype. Under FSDP use FSDP2, and call "
+                "rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
             )
         if shard is not None:
             attention, learned = sum_gradients(attention, learned, shard)
@@ -171,7 +172,7 @@ class RSAHeads(nn.Module):
 
     def extra_repr(self) -> str:
         """The spec, in `print(model)`."""
-        spec = self.spec
-        counts = Counter(zip(spec.kinds, spec.dilations, strict=True))
+        layout = self.spec.layout
+        counts = Counter((KINDS[row.kind], row.dilation) for row in layout.rows)
         described = [f"{n} {kind}{f' dilated by {d}' if d > 1 else ''}" for (kind, d), n in counts.items()]
-        return f"{', '.join(described)}; heads {list(spec.heads)}"
+        return f"{', '.join(described)}; heads {list(layout.heads)}"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rsa_hf.children import active_heads
 from rsa_hf.layer import RSAHeads
+from rsa_hf.rem import KINDS
 from rsa_hf.utils.text import format_table
 
 
@@ -107,28 +108,24 @@ def rsa_report(model: nn.Module) -> RSAReport:
 def _head_reports(heads: RSAHeads) -> list[HeadReport]:
     with torch.device("cpu"):
         start = _effective(RSAHeads(heads.spec))
-    described = zip(heads.spec.heads, heads.spec.kinds, heads.spec.dilations, strict=True)
-    return [
-        HeadReport(head, kind, d, *now, _half_life(abs(now[1]), d), *before, lags)
-        for (head, kind, d), now, before, lags in zip(
-            described, _effective(heads), start, _free_lags(heads), strict=True
-        )
-    ]
+    K, numbers = heads.spec.layout.num_free_lags, [] if heads.free_lags is None else _numbers(heads.free_lags)
+    reports = []
+    for row, now, before in zip(heads.spec.layout.rows, _effective(heads), start, strict=True):
+        lags = tuple(numbers[K * row.lags : K * (row.lags + 1)])
+        half_life = _half_life(abs(now[1]), row.dilation)
+        reports.append(HeadReport(row.head, KINDS[row.kind], row.dilation, *now, half_life, *before, lags))
+    return reports
 
 
 def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
     """Gate, decay and θ of each head."""
     rates = {name: _numbers(value) for name, value in heads.rates().items()}
-    gates = rates["gate"] * (heads.spec.num_rsa_heads // len(rates["gate"]))
-    decays, angles = [*rates["lam"], *rates["gamma"]], [None] * len(rates["lam"]) + rates["theta"]
-    return [(gate, decays[place], angles[place]) for gate, place in zip(gates, heads.spec.rates, strict=True)]
-
-
-def _free_lags(heads: RSAHeads) -> list[tuple[float, ...]]:
-    """The free lags of each head."""
-    K, R = heads.spec.num_free_lags, heads.spec.num_rsa_heads
-    numbers = [] if heads.free_lags is None else _numbers(heads.free_lags)
-    return [tuple(numbers[K * i : K * (i + 1)]) for i in range(R)]
+    found: list[tuple[float, float, float | None]] = []
+    for row in heads.spec.layout.rows:
+        is_regular, gate = KINDS[row.kind] == "regular", rates["gate"][row.gate]
+        decay = rates["lam" if is_regular else "gamma"][row.rate]
+        found.append((gate, decay, None if is_regular else rates["theta"][row.rate]))
+    return found
 
 
 def _numbers(values: torch.Tensor) -> list[float]:

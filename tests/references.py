@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+from rsa_hf.rem import KINDS
+
 
 def lag_weight(kind, rate, angle, lag):
     """f(τ): λ^τ, γ^τ cos(τθ), γ^τ sin(τθ)."""
@@ -60,14 +62,16 @@ def equation_4(rsa, attention, value, *, heads=None, changes=None, visible=None,
         masks: as for `visible_keys`.
     """
     spec, T, H, S = rsa.spec, *attention.shape[1:3], value.shape[2]
-    heads, places, groups = list(heads or spec.heads), list(spec.rates), H // value.shape[1]
+    rows, groups = spec.layout.rows, H // value.shape[1]
+    heads = list(heads or spec.layout.heads)
 
-    def stored(name, scale=spec.parameter_scale):
+    def stored(name, scale=spec.layout.scale):
         parameter = getattr(rsa, name)
         given = value.new_zeros(0).double() if parameter is None else scale * parameter.double()
         return given if changes is None or name not in changes else changes[name](given)
 
     eta, theta = stored("eta"), stored("theta")
+    places = [row.rate if KINDS[row.kind] == "regular" else len(eta) + row.rate for row in rows]
     decay = torch.cat([torch.tanh(eta), torch.sigmoid(stored("nu"))])[places]
     angle = torch.cat([torch.zeros_like(eta), theta])[places]
     free_lags = stored("free_lags", 1.0).view(len(heads), -1)
@@ -76,9 +80,9 @@ def equation_4(rsa, attention, value, *, heads=None, changes=None, visible=None,
     start = masks.get("query_offset", S - T)
     lags = (start + torch.arange(T)[:, None] - torch.arange(S)).abs().to(value.device)
     gate, mixed = torch.sigmoid(stored("mu")).expand(len(heads)), list(attention.double().unbind(2))
-    for i, (head, kind, d) in enumerate(zip(heads, spec.kinds, spec.dilations, strict=True)):
-        step = torch.where(lags % d == 0, lags // d, 0)
-        f = lag_weight(kind, decay[i], angle[i], step.clamp(min=1))
+    for i, (head, row) in enumerate(zip(heads, rows, strict=True)):
+        step = torch.where(lags % row.dilation == 0, lags // row.dilation, 0)
+        f = lag_weight(KINDS[row.kind], decay[i], angle[i], step.clamp(min=1))
         for k, weight in enumerate(free_lags[i], 1):
             f = torch.where(step == k, weight, f)
         P = torch.where(seen[:, head] & (step >= 1), f, 0.0)

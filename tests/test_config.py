@@ -9,22 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsa_hf import HeadConfig, RSAConfig, RSAHeads
+from rsa_hf.rem import KINDS
 from rsa_hf.saved_plan import read_plan, write_plan
+
+
+def columns(spec):
+    """The kinds, the dilations and the places of the rates of a layer's heads."""
+    return tuple(zip(*((KINDS[row.kind], row.dilation, row.rate) for row in spec.layout.rows), strict=True))
 
 
 def test_heads_have_the_order_and_the_dilations_of_the_counts():
     counts = {"num_regular": 2, "num_cyclical_pairs": 1, "num_dilated_regular": 1, "num_dilated_cyclical_pairs": 2}
     (spec,) = RSAConfig(**counts, dilation=[7, 3, 6, 9, 12]).layer_specs([12])
-    assert spec.kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
-    assert spec.dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
-    assert spec.rates == (0, 1, 3, 3, 2, 4, 5, 4, 5)  # all η, then all ν
-    assert (spec.num_rsa_heads, len(spec.eta), len(spec.nu)) == (9, 3, 3)
+    kinds, dilations, rates = columns(spec)
+    assert kinds == ("regular", "regular", "cos", "sin", "regular", "cos", "cos", "sin", "sin")
+    assert dilations == (1, 1, 1, 1, 7, 3, 6, 9, 12)
+    assert rates == (0, 1, 0, 0, 2, 1, 2, 1, 2)
+    assert (len(kinds), len(spec.eta), len(spec.nu)) == (9, 3, 3)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))
 def test_the_defaults_fit_any_head_count(heads):
     (spec,) = RSAConfig().layer_specs([heads])
-    assert spec.num_rsa_heads == max(1, heads // 2)
+    assert len(spec.layout.rows) == max(1, heads // 2)
     (resolved,) = RSAConfig().resolved([heads]).layer_specs([None])
     assert resolved == spec
 
@@ -45,7 +52,7 @@ def test_layers_of_unequal_sizes_are_saved_as_named_heads():
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
     (spec,) = RSAConfig.from_scratch(heads).layer_specs([heads])
-    assert spec.kinds == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
+    assert columns(spec)[0] == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
     assert spec.mu == pytest.approx([1])
     assert spec.nu == pytest.approx([0] * pairs)
     assert spec.theta == pytest.approx([math.pi * (i + 0.5) / pairs for i in range(pairs)])
@@ -93,23 +100,24 @@ def test_named_heads_survive_json(heads):
     assert RSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.layers == tuple(sorted({head.layer for head in heads}))
     specs = config.layer_specs([8] * len(config.layers))
-    assert sum(spec.num_rsa_heads for spec in specs) == len(heads)
+    assert sum(len(spec.layout.rows) for spec in specs) == len(heads)
     for layer, spec in zip(config.layers, specs, strict=True):
-        rates = RSAHeads(spec).rates(torch.float64)
-        decay = torch.cat([rates["lam"], rates["gamma"]])[list(spec.rates)]
-        theta = torch.cat([0 * rates["lam"], rates["theta"]])[list(spec.rates)]
+        rates = {name: value.tolist() for name, value in RSAHeads(spec).rates(torch.float64).items()}
+        places = list(zip(*columns(spec)[::2], strict=True))
+        decay = [rates["lam" if kind == "regular" else "gamma"][rate] for kind, rate in places]
+        theta = [0.0 if kind == "regular" else rates["theta"][rate] for kind, rate in places]
         of_layer = sorted((head for head in heads if head.layer == layer), key=lambda head: head.head)
-        assert spec.heads == tuple(head.head for head in of_layer)
-        assert decay.tolist() == pytest.approx([head.decay for head in of_layer], abs=1e-5)
+        assert spec.layout.heads == tuple(head.head for head in of_layer)
+        assert decay == pytest.approx([head.decay for head in of_layer], abs=1e-5)
         angles = [0 if head.kind == "regular" else head.theta for head in of_layer]
-        assert theta.tolist() == pytest.approx(angles, abs=1e-5)
+        assert theta == pytest.approx(angles, abs=1e-5)
 
 
 def test_named_heads_may_share_a_rate_and_a_gate():
     shared = [("cos", 4), ("regular", 4), ("sin", None), ("sin", 4), ("cos", 0)]
     heads = [{**HEAD, "layer": 0, "head": i, "kind": kind, "pair": p} for i, (kind, p) in enumerate(shared)]
     (spec,) = RSAConfig(heads=heads, gate_per_head=False).layer_specs([8])
-    assert spec.rates == (1, 0, 2, 1, 3)
+    assert columns(spec)[2] == (0, 0, 1, 0, 2)
     assert [len(start) for start in (spec.mu, spec.eta, spec.nu, spec.theta)] == [1, 1, 3, 3]
 
 
@@ -174,7 +182,7 @@ EARLIER = {
          "dilation": [[2], [3, 4], []], "gate_init": [-1.0, 1.0], "tie_pairs": True},
         [
             ((REGULAR, REGULAR), (1, 2), (0, 1), [-1.0]),
-            ((COS, SIN, REGULAR, REGULAR), (1, 1, 3, 4), (2, 2, 0, 1), [0.0]),
+            ((COS, SIN, REGULAR, REGULAR), (1, 1, 3, 4), (0, 0, 0, 1), [0.0]),
             ((REGULAR, REGULAR), (1, 1), (0, 1), [1.0]),
         ],
     ),
@@ -210,5 +218,5 @@ def test_a_plan_of_an_earlier_version_is_converted(name):
     assert saved.config.layers == (1, 2, 5)
     assert read_plan(json.loads(json.dumps(write_plan(saved)))) == saved
     for layer, (kinds, dilations, rates, mu) in zip(saved.layers.values(), expected, strict=True):
-        assert (layer.kinds, layer.dilations, layer.rates, layer.causal) == (kinds, dilations, rates, True)
+        assert (*columns(layer), layer.causal) == (kinds, dilations, rates, True)
         assert layer.mu == pytest.approx(mu)

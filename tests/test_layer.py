@@ -19,7 +19,7 @@ def make(**values):
 def test_parameters_start_where_the_plan_says():
     heads = make(gate_init=-3.0)
     rates = heads.rates()
-    scale = heads.spec.parameter_scale
+    scale = heads.spec.layout.scale
     torch.testing.assert_close(rates["gate"], torch.sigmoid(torch.tensor([-3.0])))
     eta = heads.eta * scale
     assert bool(((eta.abs() >= 1) & (eta.abs() <= 2)).all())

@@ -49,10 +49,10 @@ class ScaledHeads(RSAHeads):
     def __init__(self, heads: RSAHeads) -> None:
         super().__init__(heads.spec)
         self.requires_grad_(False)
-        self.factor = nn.Parameter(torch.zeros(heads.spec.num_rsa_heads))
+        self.factor = nn.Parameter(torch.zeros(len(heads.spec.layout.rows)))
 
     def forward(self, attention: Tensor, *value_and_mask: Any) -> Tensor:
         """Attention [B, T, H, D] with some of its heads scaled."""
         factors = self.factor.new_ones(attention.shape[2])
-        factors[list(self.spec.heads)] += self.factor * self.spec.parameter_scale
+        factors[list(self.spec.layout.heads)] += self.factor * self.spec.layout.scale
         return (factors[:, None] * attention).to(attention.dtype)

@@ -37,7 +37,7 @@ def param_groups(
     for module in model.modules():
         if isinstance(module, RSAHeads):
             mine = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            by_scale.setdefault(module.spec.parameter_scale, []).extend(mine)
+            by_scale.setdefault(module.spec.layout.scale, []).extend(mine)
             recurrent.update(module.parameters())
     others = [p for p in model.parameters() if p.requires_grad and p not in recurrent]
     matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]

@@ -57,5 +57,5 @@ def test_factors_scale_attention():
     # A factor of 1 − g is what gates do to attention without recurrence.
     scaled, damped = (v.make_variant(variant, llama(), PLAN) for variant in (v.SCALED, NO_RECURRENCE))
     for (_, heads), (_, of) in zip(patched_modules(scaled), patched_modules(calibrated), strict=True):
-        heads.factor.copy_(-of.rates()["gate"] / heads.spec.parameter_scale)
+        heads.factor.copy_(-of.rates()["gate"] / heads.spec.layout.scale)
     torch.testing.assert_close(logits(scaled), logits(damped))

@@ -54,8 +54,8 @@ def test_a_candidate_is_what_it_says(arm):
     assert len(layers) == (0 if candidate is None else 2)
     for heads in layers:
         R = round(4 * candidate.share)
-        assert getattr(heads, "form", candidate.form) == candidate.form and len(heads.spec.heads) == R
+        assert getattr(heads, "form", candidate.form) == candidate.form and len(heads.spec.layout.heads) == R
         assert isinstance(heads, FormHeads) == (candidate.form != "paper")
-        assert heads.spec.num_free_lags == (candidate.lags if candidate.form == "paper" else 0)
+        assert heads.spec.layout.num_free_lags == (candidate.lags if candidate.form == "paper" else 0)
         assert len(heads.mu) == (R if candidate.gate_per_head else 1)
-        assert heads.spec.parameter_scale == (5 if candidate.rate == 0.01 else candidate.pace)
+        assert heads.spec.layout.scale == (5 if candidate.rate == 0.01 else candidate.pace)

@@ -72,9 +72,10 @@ def test_variants_differ_in_rsa_alone(family):
     patched = [heads for _, heads in patched_modules(rsa)]
     assert len(patched) == 3  # the self-attention of every layer
     informer = family == "informer"
-    assert {heads.spec.num_rsa_heads for heads in patched} == {8 if informer else 4}
+    assert {len(heads.spec.layout.rows) for heads in patched} == {8 if informer else 4}
     day = 24 if informer else 6  # patches
-    assert all(set(heads.spec.dilations) <= {1, day} and day in heads.spec.dilations for heads in patched)
+    dilations = [{row.dilation for row in heads.spec.layout.rows} for heads in patched]
+    assert all(day in of_layer <= {1, day} for of_layer in dilations)
     found = predict(rsa, *example())
     assert found.shape == (2, 10, 2)
     assert (found - predict(plain, *example())).abs().max() > 1e-5

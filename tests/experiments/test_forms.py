@@ -27,7 +27,7 @@ def f(heads, h, lag):
         return float(heads.kernel[h, lag - 1]) if heads.form == "kernel" and lag <= LAGS else 0.0
     rems, _ = heads.rems_and_gate()
     z = cmath.rect(*(float(rate[h]) for rate in (rems.decay, rems.theta)))
-    unit = -1j if heads.spec.kinds[h] == "sin" else 1
+    unit = -1j if rems.kinds[h] == "sin" else 1
     c = unit if heads.form == "unit lag" else complex(*heads.amplitude[h].tolist())
     return (c * z ** (lag - 1)).real
 

@@ -42,7 +42,7 @@ def dense(shift=0, late=0):
     """Eq. 4 by the explicit P; `shift` puts the recurrence on other heads, `late` the free lags on other lags."""
 
     def forward(self, attention, value, mask):
-        heads = [(head + shift) % attention.shape[2] for head in self.spec.heads]
+        heads = [(head + shift) % attention.shape[2] for head in self.spec.layout.heads]
         masks = {"query_offset": mask.query_offset, "visible": boolean_mask(mask, lags(mask, value.device))}
         changes = {"free_lags": lambda free: free.roll(late, -1)}
         return equation_4(self, attention, value, heads=heads, changes=changes, causal=mask.causal, **masks)

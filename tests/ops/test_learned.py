@@ -31,7 +31,7 @@ def layer(config):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter += torch.randn(parameter.shape, generator=generator) * 0.1 / heads.spec.parameter_scale
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.1 / heads.spec.layout.scale
     return heads.to(device())
 
 
@@ -46,7 +46,7 @@ def test_gradients_of_the_parameters_agree_with_dense_p(backend, config, value_h
     found = torch.autograd.grad(output, tensors, weights)
     exact = equation_4(heads, attention.double(), value, causal=causal)
     assert relative_error(output, exact) < 1e-5
-    plain = [head for head in range(H) if head not in heads.spec.heads]
+    plain = [head for head in range(H) if head not in heads.spec.layout.heads]
     assert torch.equal(output[:, :, plain], attention[:, :, plain])
     for a, b in zip(found, torch.autograd.grad(exact, tensors, weights.double()), strict=True):
         assert a.dtype == b.dtype == torch.float32 and relative_error(a, b) < 1e-4
