@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rsa_hf.ops import cpp
-from rsa_hf.ops.buffers import empty_output
 from rsa_hf.ops.mask import AttentionMask, remembered
 from rsa_hf.ops.problem import Layout, Learned, Problem, rems_and_gate
 from rsa_hf.ops.pytorch import product_in_pytorch
@@ -175,7 +174,8 @@ def _is_differentiated_again(grad: Tensor) -> bool:
 
 # --- the operators --------------------------------------------------------------------------------------------------
 
-_TENSORS, _MASKS, _OTHERS = 7, 4, 8  # arguments: of `Problem.tensors`, of the mask, and others
+# Arguments: of `Problem.tensors`, of the mask, and others; operator.cpp counts them too.
+_TENSORS, _MASKS, _OTHERS = 7, 4, 8
 _ARGUMENTS = (
     "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? free_lags, "
     "Tensor? mask, Tensor? key_mask, Tensor? documents, Tensor? visible, int[] layout, float scale, "
@@ -250,13 +250,13 @@ def _operator(*arguments: Any) -> Tensor:
             "that was exported, or use backward mode."
         )
     problem = _problem(*arguments)
-    return _laid_out_like(_forward(_path(problem), problem), empty_output(problem))
+    return _laid_out_like(_forward(_path(problem), problem), problem.empty_output())
 
 
 @torch.library.impl(_LIBRARY, "recurrence", "Meta")
 def _(*arguments: Any) -> Tensor:
     # Without the mask, which has no values to read here.
-    return empty_output(_problem(*arguments[:_TENSORS], None, *arguments[_TENSORS + 1 :]))
+    return _problem(*arguments[:_TENSORS], None, *arguments[_TENSORS + 1 :]).empty_output()
 
 
 @torch.library.impl(_LIBRARY, "recurrence_backward", "CompositeExplicitAutograd")

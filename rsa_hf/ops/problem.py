@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.rem import KINDS, Rems, constant, decay_rates, widest_dtype
+from rsa_hf.rem import KINDS, Rems, constant, decay_rates, widest_dtype, working_dtype
 
 
 class HeadRow(NamedTuple):
@@ -33,7 +33,8 @@ class Layout:
     """The RSA heads of a layer, ascending."""
 
     rows: tuple[HeadRow, ...]
-    # `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ themselves.
+    # `parameter_scale`, which multiplies `mu`, `eta`, `nu` and `theta`; 0: these are the gates, λ, γ and θ themselves
+    # (`from_rems`).
     scale: float
     num_free_lags: int = 0  # K, of each head
 
@@ -87,6 +88,13 @@ class Problem(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What the operation is differentiated by."""
         return (self.value, self.attention, *self.learned)
+
+    def empty_output(self) -> Tensor:
+        """An empty tensor of the shape, dtype and layout of the output."""
+        if self.attention is not None:
+            return torch.empty_like(self.attention, memory_format=torch.contiguous_format)
+        shape = (len(self.value), len(self.layout.rows), self.mask.query_length, self.value.shape[3])
+        return self.value.new_empty(shape, dtype=working_dtype(self.value))
 
 
 def from_rems(

@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from rsa_hf.ops.buffers import copy_other_heads, empty_output, empty_rows, with_rows
 from rsa_hf.ops.mask import AttentionMask
 from rsa_hf.ops.problem import Layout, Learned, Problem
 from rsa_hf.ops.triton.backward import backward_kernel, learned_kernel
@@ -32,10 +31,10 @@ def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
 
     `tuning` are block shapes; None: the fastest known ones.
     """
-    output = empty_output(problem)
+    output = problem.empty_output()
     if problem.attention is not None:
-        copy_other_heads(problem.attention, output, problem.layout.heads)
-    problem = problem._replace(value=with_rows(problem.value))
+        _copy_other_heads(problem.attention, output, problem.layout.heads)
+    problem = problem._replace(value=_with_rows(problem.value))
 
     def run(tuning: Tuning) -> None:
         _Launch(problem, tuning).forward(output)
@@ -51,10 +50,10 @@ def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
 def triton_backward(grad: Tensor, problem: Problem, tuning: Tuning | None = None) -> tuple[Tensor | None, ...]:
     """The gradients of `problem.tensors`, from that of the output."""
     value, attention, learned, layout, num_key_value_groups, mask = problem
-    dvalue, dattention = empty_rows(value), None
+    dvalue, dattention = _empty_rows(value), None
     if attention is not None:
-        dattention = empty_rows(attention)
-        copy_other_heads(grad, dattention, layout.heads)
+        dattention = _empty_rows(attention)
+        _copy_other_heads(grad, dattention, layout.heads)
     gradients = Learned(*(None if x is None else x.new_empty(x.shape) for x in learned))
     length = mask.seen_length
     if length < dvalue.shape[2]:
@@ -64,10 +63,9 @@ def triton_backward(grad: Tensor, problem: Problem, tuning: Tuning | None = None
     if num_key_value_groups > 1:
         num_heads = value.shape[1] * num_key_value_groups
         of_heads = value.new_empty(len(value), num_heads, length, value.shape[3], dtype=torch.float32)
-    if len(layout.heads) < of_heads.shape[1]:
-        for plain in other_heads(layout.heads, of_heads.shape[1]):
-            of_heads[:, plain] = 0
-    problem, grad = problem._replace(value=with_rows(value)), with_rows(grad)
+    for plain in other_heads(layout.heads, of_heads.shape[1]):
+        of_heads[:, plain] = 0
+    problem, grad = problem._replace(value=_with_rows(value)), _with_rows(grad)
 
     def run(tuning: Tuning) -> None:
         _Launch(problem, tuning).backward(grad, of_heads, dattention, gradients)
@@ -87,10 +85,10 @@ def _step(problem: Problem, output: Tensor) -> None:
     flags = (True, is_mixed, row is not None, False, False, False, layout.num_free_lags, layout.scale)
     shape = Shape(D, block, triton.cdiv(D, block), STEPS_AT_A_TIME, 1, 0, 1, *flags)
     heads, _, _ = _plan(layout, (1,) * len(layout.rows), value.device)
-    key_mask = value if row is None else with_rows(row).view(torch.uint8)
+    key_mask = value if row is None else _with_rows(row).view(torch.uint8)
     step_kernel[(B * len(layout.rows) * shape.blocks,)](
         _strided(value),
-        _strided(value if attention is None else with_rows(attention).transpose(1, 2)),
+        _strided(value if attention is None else _with_rows(attention).transpose(1, 2)),
         tuple(value if tensor is None else tensor.contiguous() for tensor in learned),
         _strided(output.transpose(1, 2) if is_mixed else output),
         (key_mask, key_mask.stride(0) if len(key_mask) > 1 else 0),
@@ -113,6 +111,23 @@ def _tuning(kernel: str, run: Any, problem: Problem) -> Tuning:
     masks = (mask.documents is None, mask.key_mask is None, mask.sliding_window is None)
     question = (kernel, value.device, value.dtype, value.shape[3], size, mask.causal, problem.attention is None, masks)
     return fastest(question, options, run, value.device)
+
+
+def _copy_other_heads(layer: Tensor, into: Tensor, heads: tuple[int, ...]) -> None:
+    """Copy the plain heads of [B, T, H, D]."""
+    for plain in other_heads(heads, layer.shape[2]):
+        into[:, :, plain] = layer[:, :, plain]
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with contiguous channels, as the kernels read it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _empty_rows(like: Tensor) -> Tensor:
+    """An empty tensor with contiguous channels, in the memory order of `like` if that has contiguous channels."""
+    kept = like.stride(-1) == 1
+    return torch.empty_like(like, memory_format=torch.preserve_format if kept else torch.contiguous_format)
 
 
 def _farthest(mask: AttentionMask) -> int:
@@ -176,7 +191,7 @@ class _Launch:
         value, attention, learned, layout, self.num_key_value_groups, self.mask = problem
         # Where there is none, another tensor is a placeholder that is not read.
         self.value, self.is_mixed = value, attention is not None
-        self.attention = value if attention is None else with_rows(attention).transpose(1, 2)
+        self.attention = value if attention is None else _with_rows(attention).transpose(1, 2)
         self.learned = tuple(value if tensor is None else tensor.contiguous() for tensor in learned)
         self.length, self.warps = self.mask.seen_length, tuning.warps
         B, R, device = len(value), len(layout.rows), value.device
@@ -191,7 +206,7 @@ class _Launch:
         )
         self.heads, self.columns, self.starts = _plan(layout, self.residues, device)
         self.table = value.new_empty(R, int(TABLE_ROWS), self.shape.powers, dtype=torch.float32)
-        key_mask = value if key_mask is None else with_rows(key_mask).view(torch.uint8)
+        key_mask = value if key_mask is None else _with_rows(key_mask).view(torch.uint8)
         document_ids = value if document_ids is None else document_ids
         masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, document_ids))
         # What all kernels that walk along the sequence take.

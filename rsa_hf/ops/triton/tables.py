@@ -142,7 +142,7 @@ def _tanh(x, SHAPE: tl.constexpr):
 
 @triton.jit
 def _gates(learned, heads, head, SHAPE: tl.constexpr):
-    """G of heads, and ∂g/∂mu; only if P V is mixed."""
+    """The gates of heads, and ∂g/∂mu; only if P V is mixed."""
     mu, _eta, _nu, _theta, _free_lags = learned
     return _sigmoid(tl.load(mu + _of_row(heads, head, GATE)).to(tl.float64), SHAPE)
 
