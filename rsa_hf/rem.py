@@ -184,6 +184,7 @@ def take_heads(layer: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
 def put_heads(layer: Tensor, some: Tensor, heads: tuple[int, ...]) -> Tensor:
     """A layer [B, T, H', D] with the given heads, ascending, taken from `some`, [B, T, H, D]."""
     parts, end, taken = [], 0, 0
+    # In turn given heads and a run of others; the empty last run is for given heads at the end.
     for others in [*other_heads(heads, layer.shape[2]), slice(layer.shape[2], None)]:
         count = others.start - end
         parts += [some.narrow(2, taken, count), layer[:, :, others]]

@@ -62,11 +62,11 @@ class ProbedModel:
                 module.rsa = _Probe(heads.spec)
                 self.probes.append(module.rsa)
         model.eval().requires_grad_(False)
-        self._trained_head: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._head_before: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for parameter, (value, grad) in self._trained_head.items():
+        for parameter, (value, grad) in self._head_before.items():
             parameter.data.copy_(value)
             parameter.grad = grad
         unpatch_model(self.model)
@@ -90,7 +90,7 @@ class ProbedModel:
             return 0
         base = set(self.model.base_model.parameters())
         head = [parameter for parameter in self.model.parameters() if parameter not in base]
-        self._trained_head = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in head}
+        self._head_before = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in head}
         optimizer = torch.optim.AdamW([parameter.requires_grad_() for parameter in head], lr=HEAD_RATE)
         for batch in itertools.islice(itertools.cycle(batches), steps):
             optimizer.zero_grad()
@@ -137,7 +137,7 @@ class ProbedModel:
             probe.found = None
         layers = list(zip(*by_batch, strict=True))
         return Gradients(
-            [_padded([count * lags for count, (lags, _) in zip(rows, layer, strict=True)]) for layer in layers],
+            [_padded([count * c for count, (c, _) in zip(rows, layer, strict=True)]) for layer in layers],
             [torch.cat([count * d for count, (_, d) in zip(rows, layer, strict=True)]) for layer in layers],
             terms / sum(rows),
         )
@@ -178,13 +178,13 @@ def take_rows(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
 
 def _added(found: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
     """The sums over all calls of a layer in one batch."""
-    lags, attention = _padded([lags for lags, _ in found]), torch.cat([d for _, d in found])
-    return lags.unflatten(0, (-1, rows)).sum(0), attention.unflatten(0, (-1, rows)).sum(0)
+    c, d = _padded([c for c, _ in found]), torch.cat([d for _, d in found])
+    return c.unflatten(0, (-1, rows)).sum(0), d.unflatten(0, (-1, rows)).sum(0)
 
 
-def _padded(lags: list[Tensor]) -> Tensor:
-    longest = max(x.shape[-1] for x in lags)
-    return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in lags])
+def _padded(of_lags: list[Tensor]) -> Tensor:
+    longest = max(x.shape[-1] for x in of_lags)
+    return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in of_lags])
 
 
 class _Probe(RSAHeads):
@@ -228,8 +228,7 @@ def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
     B, _, H, _ = grad.shape
     S, shared = value.shape[2], grad.shape[2] // value.shape[1]
     tau = lags(mask, value.device)
-    tau = tau.clamp(min=0) if mask.causal else tau.abs()
-    visible = (boolean_mask(mask, lags(mask, value.device)) & (tau > 0)).expand(B, H, -1, -1)
+    visible = (boolean_mask(mask, tau) & (tau != 0)).expand(B, H, -1, -1)
     products = grad.new_zeros(B, H, S)
     # A few heads of a row at a time: all products at once would take as much memory as attention written out.
     heads_at_once = max(1, MOST_PRODUCTS // tau.numel())
@@ -239,5 +238,5 @@ def lag_products(grad: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         for first in range(0, H, heads_at_once):
             some = slice(first, first + heads_at_once)
             both = torch.where(visible[row, some], queries[some] @ keys[some].mT, 0)
-            products[row, some].index_add_(1, tau.flatten(), both.flatten(1))
+            products[row, some].index_add_(1, tau.abs().flatten(), both.flatten(1))
     return products

@@ -103,9 +103,8 @@ def _attention_with_rsa(
     masks, aligned_top_left = MASKS.get(implementation), False
     if has_more_keys and rsa is not None:
         require_own_keys(module, key.shape[2])
-        aligned_top_left = masks is _SDPA
-        if attention_mask is None and query.shape[2] > 1 and masks not in (*_WITH_WINDOWS, _FLASH):
-            aligned_top_left = is_aligned_top_left(attend, query, value)
+        is_known = attention_mask is not None or query.shape[2] == 1 or masks in (*_WITH_WINDOWS, _FLASH)
+        aligned_top_left = masks is _SDPA if is_known else is_aligned_top_left(attend, query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),

@@ -135,7 +135,7 @@ def _require_planned_heads(model: PreTrainedModel) -> None:
     absent = [
         name
         for name in planned
-        if not any(f".{found}".endswith(f".{name}") for found in attached) and not _is_ignored(model, f"{name}.rsa.mu")
+        if not any(f".{found}".endswith(f".{name}") for found in attached) and not _is_absent(model, f"{name}.rsa.mu")
     ]
     if absent or not attached:
         raise ValueError(
@@ -149,7 +149,7 @@ def _planned_modules(model: PreTrainedModel) -> list[str]:
     return [name for content in saved_plans(model.config) for name in content["modules"]]
 
 
-def _is_ignored(model: PreTrainedModel, key: str) -> bool:
+def _is_absent(model: PreTrainedModel, key: str) -> bool:
     """Whether a tensor belongs to a part that this class does not have, such as the encoder of a BartForCausalLM."""
     module = key.rpartition(".rsa.")[0]
     planned = {name.split(".")[0] for name in _planned_modules(model) if f".{module}".endswith(f".{name}")}
@@ -179,7 +179,7 @@ def _check_files(files: list[str], load_config: Any) -> None:
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
     """Check that the RSA tensors of a checkpoint are those of the plan."""
-    unexpected = [key for key in loading_info.unexpected_keys if RSA_KEY.search(key) and not _is_ignored(model, key)]
+    unexpected = [key for key in loading_info.unexpected_keys if RSA_KEY.search(key) and not _is_absent(model, key)]
     # `model.load_adapter` calls this too; an adapter has no weights of its base.
     missing = [] if model._hf_peft_config_loaded else filter(RSA_KEY.search, loading_info.missing_keys)
     problems = []
@@ -207,13 +207,13 @@ def wrap_load_from_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **keywords: Any) -> Any:
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PreTrainedModel):  # the plan of an adapter is checked where it is loaded
-            _require_same_plan(Path(resume_from_checkpoint), model)
+            _require_plan_of_model(Path(resume_from_checkpoint), model)
         return original(self, resume_from_checkpoint, *args, **keywords)
 
     return _load_from_checkpoint
 
 
-def _require_same_plan(folder: Path, model: PreTrainedModel) -> None:
+def _require_plan_of_model(folder: Path, model: PreTrainedModel) -> None:
     if not (folder / CONFIG_NAME).is_file():
         return
     configs = model.config, type(model.config).from_pretrained(folder)

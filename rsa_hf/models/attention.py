@@ -51,8 +51,8 @@ def sinusoids(distances: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def remembered(memory: Tensor, hidden: Tensor, length: int) -> Tensor:
-    """The next memory: the last M ≤ `length` of a layer's inputs [B, T, n] after a memory, without gradient."""
+def next_memory(memory: Tensor, hidden: Tensor, length: int) -> Tensor:
+    """The memory for the next segment: the last M ≤ `length` of memory and inputs [B, T, n], without gradient."""
     inputs = torch.cat([memory, hidden], dim=1) if hidden.shape[1] < length else hidden
     return inputs[:, max(0, inputs.shape[1] - length) :].detach()
 

@@ -44,11 +44,13 @@ def product_in_pytorch(
     """
     # Here, so that the gradients of heads that share a value head are summed before they are rounded.
     value = value.to(working_dtype(value))
-    is_arbitrary = mask.visible is not None or mask.unread_mask is not None
-    is_small = mask.has_few_queries or value.numel() == 0
-    is_known = mask.unread_mask is None or mask.query_position is not None
-    compute = decode if mask.is_step and is_known else _dense if is_arbitrary or is_small else _chunked
-    product = compute(value, rems, mask)
+    is_read = mask.unread_mask is None or mask.query_position is not None
+    if mask.is_step and is_read:
+        product = decode(value, rems, mask)
+    elif mask.visible is not None or not is_read or mask.has_few_queries or value.numel() == 0:
+        product = _dense(value, rems, mask)
+    else:
+        product = _chunked(value, rems, mask)
     return product if attention is None or gate is None else mix(attention, product, gate, rems.heads)
 
 
@@ -132,11 +134,9 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
         kinds, heads = tuple(rems.kinds[h] for h in places), tuple(rems.heads[h] for h in places)
         one = (1,) * len(places)  # dilation, in the steps of a sub-sequence
         of_d = Rems(kinds, decay, theta, one, rems.num_key_value_groups, heads, free_lags)
-        ids = (
-            None
-            if mask.documents is None
-            else (_interleaved(mask.documents[:, None, :seen, None], d, -1)[..., 0],) * 2
-        )
+        ids = None
+        if mask.documents is not None:
+            ids = (_interleaved(mask.documents[:, None, :seen, None], d, -1)[..., 0],) * 2
         window = None if mask.sliding_window is None else (mask.sliding_window - 1) // d + 1
         x = _interleaved(_keys(value, of_d), d, 0)[..., None, :]
         sides = (1,) if mask.causal else (1, -1)
@@ -259,9 +259,8 @@ def _places(
     These are weights, [C, C · distances], and by side those that read a state, [C, 1], and that write it, [1, C].
     """
     rows = range(C)
-    lags = [[distance * C + i - j for distance in distances for j in rows] for i in rows]
     shown = {side * lag: lag - 1 for lag in range(1, C if window is None else window) for side in sides}
-    weights = [[shown.get(lag) for lag in row] for row in lags]
+    weights = [[shown.get(distance * C + i - j) for distance in distances for j in rows] for i in rows]
     exponents = sorted({*rows, *(k for row in weights for k in row if k is not None)})
     places = {k: place for place, k in enumerate(exponents)}
 

@@ -187,6 +187,7 @@ def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     visible = as_boolean(mask, T, S).clone()
     slots = torch.arange(S, device=mask.device)
     position = torch.where(visible, slots, 0).flatten().amax(0)  # over all axes at once ONNX has no maximum
+    # As an unread mask too, which is what the operator of a graph takes.
     return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=visible)
 
 

@@ -169,17 +169,18 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
     """
     texts = TEXT_COLUMNS if config.text_column_name is None else (config.text_column_name,)
     labels = LABEL_COLUMNS if config.label_column_name is None else (config.label_column_name,)
-    clean, defective = [(value,) for value in config.label_values or ()] or (CLEAN, DEFECTIVE)
+    given = config.label_values
+    clean, defective = [(value,) for value in given] if given else (CLEAN, DEFECTIVE)
 
     def target_of(row: Mapping[str, Any]) -> int:
         name, value = _first_of(labels, row)
-        word = str(value) if config.label_values and not isinstance(value, bool) else str(value).lower()
+        word = str(value) if given and not isinstance(value, bool) else str(value).lower()
         if word not in (*clean, *defective):
-            allowed = " or ".join(config.label_values or ("0", "1"))
+            allowed = " or ".join(given or ("0", "1"))
             raise ValueError(f"{name} must be {allowed}, got {brief(value)}; label_values sets other labels")
         return int(word in defective)
 
-    def text_of(row: Mapping[str, Any], name: str, value: Any) -> str:
+    def text_of(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{name} must be the text of a function, got {brief(value)}")
         value.encode()  # JSON can spell half a surrogate pair, which tokenizers refuse
@@ -190,7 +191,7 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
             raise ValueError(f"a row must have named fields, got {brief(row)}")
         if None in row:  # so csv.DictReader calls what is left over
             raise ValueError(f"more fields than the header has columns: {brief(row[None])}")
-        func, target = text_of(row, *_first_of(texts, row)), target_of(row) if labelled else 0
+        func, target = text_of(*_first_of(texts, row)), target_of(row) if labelled else 0
         idx = next((str(row[name]) for name in NUMBER_COLUMNS if row.get(name) not in (None, "")), None)
         whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps has 7 as 7.0
         of_times = config.time_column_name if labelled else None
@@ -204,8 +205,8 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         example = Example(func, target, idx=int(whole[1]) if whole else idx, project=project, time=time)
         if config.fixed_column_name is None or target == 0:
             return [example]
-        name, fixed = _first_of((config.fixed_column_name,), row)
-        return [example, replace(example, func=text_of(row, name, fixed), target=0, idx=None, pair=0)]
+        fixed = text_of(*_first_of((config.fixed_column_name,), row))
+        return [example, replace(example, func=fixed, target=0, idx=None, pair=0)]
 
     found = list(checked(rows, read))
     if config.paired and labelled:
@@ -260,9 +261,10 @@ def _with_made_splits(splits: Mapping[str, list[Example]], config: DefectDataCon
             raise ValueError(
                 f"time_column_name={config.time_column_name!r}: its values have no order, {error}."
             ) from error
+        ends = {"train": shares["train"], "validation": 1 - shares.get("test", 0), "test": 1.0}  # in order of time
         for unit in in_order:
-            ends = {"train": shares["train"], "validation": 1 - shares.get("test", 0), "test": 1.0}
-            made[next(split for split in ends if split in made and place < ends[split] * size)] += unit
+            split = next(split for split in ends if split in made and place < ends[split] * size)
+            made[split] += unit
             place += len(unit)
         return {**splits, **made}
     ordered = list(units.values())

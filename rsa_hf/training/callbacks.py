@@ -116,7 +116,8 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ask for a checkpoint and the end."""
         accelerator = self.trainer.accelerator
-        if self.signal is not None if accelerator.num_processes == 1 else accelerator.check_trigger():
+        asked = self.signal is not None if accelerator.num_processes == 1 else accelerator.check_trigger()
+        if asked:
             self.signal = self.signal or signal.SIGTERM
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

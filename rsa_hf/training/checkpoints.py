@@ -55,7 +55,7 @@ class RunFolder:
                 f"{self.folder} has checkpoints, but no run.json: they are of another program. Give another "
                 "output_dir, or overwrite_output_dir=true to delete them."
             )
-        self._result: str | None = None
+        self._result: str | None = None  # the table of a run that has ended
         self._args = args
         if known is not None and not args.overwrite_output_dir:
             self._require_same(known)

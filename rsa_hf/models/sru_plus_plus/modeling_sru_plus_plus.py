@@ -38,7 +38,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, remembered, visibility
+from rsa_hf.models.attention import InterfaceAttention, next_memory, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -187,7 +187,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         hidden = self.dropout(hidden)
         cells, memories = list[Tensor](), list[Tensor]()
         for layer, cell, memory in zip(self.layers, state[:L], state[L:], strict=True):
-            memories.append(remembered(memory, hidden, self.config.mem_len))
+            memories.append(next_memory(memory, hidden, self.config.mem_len))
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())
         use_cache = self.config.use_cache if use_cache is None else use_cache

@@ -223,8 +223,9 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         require_shapes("state", state, shapes)
         states, outputs, keys_values, filled = *state[:-1], state[-1].cpu()
         # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes none, so a
-        # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. Slots are
-        # counted on the CPU, as the loop depends on them.
+        # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. With K = 4,
+        # T = 3 and `filled` = (3, 0) rows end at (6, 3): one takes slots 3, 4 and 5, finishes the chunk 0 … 3 and
+        # begins 4 … 7, the other takes 0, 1 and 2. Slots are counted on the CPU, as the loop depends on them.
         real = torch.ones(B, T, dtype=torch.bool, device="cpu")
         if attention_mask is not None:
             real = attention_mask[:, -T:].bool().cpu()

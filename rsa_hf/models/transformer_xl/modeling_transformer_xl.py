@@ -27,7 +27,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, remembered, sinusoids, visibility
+from rsa_hf.models.attention import InterfaceAttention, next_memory, sinusoids, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
@@ -221,7 +221,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         hidden = self.drop(embedded)
         next_mems = []
         for layer, memory in zip(self.layers, mems, strict=True):
-            next_mems.append(remembered(memory, hidden, config.mem_len))
+            next_mems.append(next_memory(memory, hidden, config.mem_len))
             hidden = layer(hidden, memory, positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
         return SegmentOutput(
