@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -25,7 +26,7 @@ from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import SavedPlan, differences, read_plan, with_parts, write_plan
+from rsa_hf.saved_plan import SavedPlan, differences, name_in_files, read_plan, with_parts, write_plan
 from rsa_hf.utils.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,10 @@ def patch_model(
     base = model.base_model
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
     trial = shared_copy(base).eval()
+    for layer in trial.modules():
+        # bitsandbytes packs weights when they are first used, and these are the model's own.
+        if type(layer).__module__.startswith("bitsandbytes."):
+            layer.forward = functools.partial(_zeros, layer)
     connect(trial)
     found = _self_attention_calls(trial, base, probe_inputs)
     _warn_of_parts_without(base, found)
@@ -99,14 +104,14 @@ def patch_model(
                 f"from 0 to {len(names) - 1}: {shorten(names)}."
             )
         names = [names[i] for i in config.layers]
-    calls = {name: found[name] for name in names}
+    calls = {name_in_files(name): found[name] for name in names}
     config = _with_direction(config, calls)
-    plan = SavedPlan.of(names, config, [call.layer_shape[0] for call in calls.values()])
+    plan = SavedPlan.of(list(calls), config, [call.layer_shape[0] for call in calls.values()])
     if is_patched(model):
         _require_same_plan(model, plan)
         return model
     _require_all_called(trial, {name: call.module for name, call in calls.items()}, plan, probe_inputs)
-    new = attach_heads([(base.get_submodule(name), layer) for name, layer in plan.layers.items()])
+    new = attach_heads([(base.get_submodule(name), plan.layers[name_in_files(name)]) for name in names])
     for heads, call in zip(new, calls.values(), strict=True):
         heads.layer_shape = call.layer_shape
     connect(base)
@@ -138,6 +143,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
+    if not is_patched(model):  # a plan in its config may be that of another model, which shares the config
+        return model
     detach_heads(model)
     forget_paged_cache(model)
     # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
@@ -257,6 +264,11 @@ def _run(trial: nn.Module, probe_inputs: Mapping[str, Any] | None) -> None:
             f"a trial run of {type(trial).__name__} with {', '.join(inputs)} failed ({type(error).__name__}: "
             f"{error}). {advice}"
         ) from error
+
+
+def _zeros(layer: Any, x: Tensor) -> Tensor:
+    """The output of a linear layer of zeros."""
+    return x.new_zeros(*x.shape[:-1], layer.out_features)
 
 
 class _WithoutWeights(TorchFunctionMode):

@@ -23,6 +23,7 @@ COUNTED, NAMED, FREE = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
 MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|free_lags)$")  # a tensor of a checkpoint that belongs to RSA heads
+_WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 
 
@@ -39,6 +40,11 @@ class SavedPlan:
         """The plan for some modules; a ValueError if the config does not fit them. `num_heads`: see `layer_specs`."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
+
+
+def name_in_files(module: str) -> str:
+    """The name of a module without the parts that torch's wrappers add, which do not stand in files."""
+    return ".".join(part for part in module.split(".") if part not in _WRAPPED)
 
 
 def write_plan(plan: SavedPlan) -> dict[str, Any]:

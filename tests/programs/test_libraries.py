@@ -1,5 +1,6 @@
 """Libraries that train, quantise or serve models, on a patched model."""
 
+import math
 import socket
 
 import pytest
@@ -10,7 +11,7 @@ import families
 import rsa_hf.peft
 from launching import run_python
 from peft_adapters import adapter_values, logits
-from rsa_hf import RSAConfig, is_patched, patch_model
+from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
 
 PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
 
@@ -119,12 +120,16 @@ def test_torchao(patched, tokenizer):
 
 
 @pytest.mark.program("bitsandbytes", "weights in 8 bits, `from_pretrained(quantization_config=BitsAndBytesConfig(…))`")
-def test_bitsandbytes(patched, tokenizer):
+def test_bitsandbytes(patched, tokenizer, tmp_path):
     bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make programs")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_8bit=True)
     check_quantised(config, patched, tokenizer, lambda module: isinstance(module, bnb.nn.Linear8bitLt))
+    unpatch_model(AutoModelForCausalLM.from_pretrained(patched)).save_pretrained(tmp_path)
+    plain, shut = (AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config) for _ in range(2))
+    ids = {"input_ids": torch.arange(20)[None]}
+    assert torch.equal(logits(patch_model(shut, RSAConfig(gate_init=-math.inf)), ids), logits(plain, ids))
 
 
 @pytest.mark.program("bitsandbytes", "LoRA on 4 bits: gates and rates stay float32, learn, are saved and merged")
