@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rsa_hf.hub.card import clear_card, write_card
 from rsa_hf.integration.peft.adapter_plan import add_plan
 from rsa_hf.integration.peft.hooks import saved_with_plan
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import read_plan, saved_plans
+from rsa_hf.saved_plan import SavedPlan, name_in_files, read_plan, saved_plans, with_parts
 from rsa_hf.utils.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -71,11 +71,13 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
         )
     if saved_plans(model.config) and not has_heads:
         raise ValueError(
-            f"config.rsa of this {name} holds an RSA plan, but the model has no RSA heads. Remove config.rsa, or "
-            "patch the model."
+            f"config.rsa of this {name} holds an RSA plan, but the model has no RSA heads. Patch the model, or give "
+            "it a copy of its config without `rsa`: a patched model may share this one."
         )
-    if not has_adapter and (mismatched := _mismatched_modules(model)):
-        of_layers = read_plan(model.config.rsa).config.heads is not None
+    for part, plan in [] if has_adapter else _planned_parts(model):
+        if not (mismatched := _mismatched_modules(part, plan)):
+            continue
+        of_layers = plan.config.heads is not None
         renumbered = ", with a config whose heads have the layers' new numbers" if of_layers else ""
         raise ValueError(
             f"the RSA heads of this {name} are not those of its plan (config.rsa) in {shorten(mismatched)}, so a "
@@ -85,20 +87,22 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
         )
 
 
-def _mismatched_modules(model: PreTrainedModel) -> list[str]:
+def _planned_parts(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, SavedPlan]]:
+    """The model, and the models in it, whose config has a plan, with this; of those that share a config the first."""
+    planned = {id(config): config for config in with_parts(model.config) if vars(config).get("rsa") is not None}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and planned.pop(id(part.config), None) is not None:
+            yield part, read_plan(part.config.rsa)
+
+
+def _mismatched_modules(model: PreTrainedModel, plan: SavedPlan) -> list[str]:
     """The modules whose heads are not those of the plan in the config, because layers were dropped or moved."""
-    if (content := vars(model.config).get("rsa")) is None:
-        return []
     base = model.base_model
-    found = {name: heads.spec for name, module in base.named_modules() if (heads := heads_of(module)) is not None}
+    named = ((name_in_files(name), heads_of(module)) for name, module in base.named_modules())
+    found = {name: heads.spec for name, heads in named if heads is not None}
     # A first part that is not there belongs to a part of the model that this class does not have.
-    planned = {name: spec for name, spec in read_plan(content).layers.items() if name.split(".")[0] in base._modules}
-    # Files do not have the parts of names that wrappers add (FSDP, activation checkpointing).
-    of_files, expected = (
-        {".".join(part for part in name.split(".") if not part.startswith("_")): spec for name, spec in specs.items()}
-        for specs in (found, planned)
-    )
-    return [name for name in {**expected, **of_files} if expected.get(name) != of_files.get(name)]
+    planned = {name: spec for name, spec in plan.layers.items() if name.split(".")[0] in base._modules}
+    return [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
 
 
 def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:

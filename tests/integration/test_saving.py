@@ -13,12 +13,14 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BartForCausalLM,
+    BertLMHeadModel,
+    EncoderDecoderModel,
     GPT2Config,
     PreTrainedModel,
     T5EncoderModel,
 )
 
-from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates
+from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates, tiny_config
 from file_edits import edit_json, edit_tensors
 from launching import run_python
 from rsa_hf import RSAConfig, patch_model, unpatch_model
@@ -113,6 +115,7 @@ def test_weights_that_do_not_fit_the_plan_are_an_error(saved, change, message):
             AutoModel.from_pretrained(saved, **options)
 
 
+DECODER = tiny_config("bert", is_decoder=True, add_cross_attention=True)
 LOCKS = ("rsa", "attn_implementation", "fusion_config")
 
 
@@ -150,6 +153,7 @@ def test_heads_are_not_saved_without_their_plan_nor_a_plan_without_its_heads(tmp
     plain.config.rsa = copy.deepcopy(model.config.rsa)
     with pytest.raises(ValueError, match="model has no RSA heads"):
         plain.save_pretrained(tmp_path)
+    assert unpatch_model(plain).config.rsa  # it may be that of a patched model, which shares the config
 
 
 @pytest.mark.parametrize("change", ["dropped", "duplicated", "swapped", "without heads"])
@@ -187,11 +191,26 @@ def test_changed_layers_are_saved_only_with_a_new_plan(change, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids, use_cache=False).logits, expected)
 
 
-def test_wrapped_layers_are_saved_under_their_own_names(tmp_path):
-    model = trained(build_language_model("llama"))
+@pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: torch.nn.ModuleList(layers[::-1])])
+def test_changed_layers_of_a_part_are_not_saved(change, tmp_path):
+    heads = [{"layer": i, "head": i, "kind": "regular", "decay": 0.5, "gate": 0.5} for i in range(2)]
+    model = EncoderDecoderModel(encoder=trained(build("bert"), {"heads": heads}), decoder=BertLMHeadModel(DECODER))
+    model.save_pretrained(tmp_path / "before")
+    model.encoder.encoder.layer = change(model.encoder.encoder.layer)
+    model.config.encoder.num_hidden_layers = len(model.encoder.encoder.layer)
+    with pytest.raises(ValueError, match="not those of its plan"):
+        model.save_pretrained(tmp_path / "after")
+
+
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_wrapped_layers_are_saved_under_their_own_names(is_wrapped_first, tmp_path):
+    model = build_language_model("llama")
+    if not is_wrapped_first:
+        trained(model)
+    model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
+    if is_wrapped_first:
+        trained(model)
     expected = model.state_dict()
-    layers = model.model.layers
-    model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in layers)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert list(loaded) == list(expected)
