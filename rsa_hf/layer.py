@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.utils import logging
@@ -130,12 +131,7 @@ class RSAHeads(nn.Module):
         learned, layout = self.learned, self.spec.layout
         assert learned.mu is not None
         if learned.mu.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
-            # `_apply` cannot prevent it: FSDP, DeepSpeed and some loaders give a module parameters of their own.
-            logger.warning_once(
-                f"RSA parameters are {learned.mu.dtype}: gates and rates are rounded, and learn coarsely. Give "
-                "accelerate's load_checkpoint_and_dispatch no dtype. Under FSDP use FSDP2, and call "
-                "rsa_hf.training.shard_rsa_heads(model, accelerator) before the model is prepared."
-            )
+            learned = self._in_float32()
         if shard is not None:
             attention, learned = sum_gradients(attention, learned, shard)
             layout = layout.of_run(shard.heads(H))
@@ -169,6 +165,26 @@ class RSAHeads(nn.Module):
         if not (had_values or self.mu.is_meta):
             self.reset_parameters()  # to_empty() leaves the memory as it was
         return self
+
+    def _in_float32(self) -> Learned:
+        """Undo a change of dtype that `_apply` could not prevent, where the parameters are the module's own.
+
+        TRL gives all that is trained beside quantised weights another dtype, accelerate's loaders all that they load.
+        FSDP and DeepSpeed, which need processes, keep parameters of their own.
+        """
+        dtype, advice = self.mu.dtype, "They are float32 from now on."
+        if dist.is_initialized() or not all(isinstance(parameter, nn.Parameter) for parameter in self.parameters()):
+            advice = (
+                "Under FSDP use FSDP2, and call rsa_hf.training.shard_rsa_heads(model, accelerator) before the model "
+                "is prepared. Where TRL has rounded them, undo it before train(): parameter.data = "
+                "parameter.data.float()."
+            )
+        else:
+            with torch.inference_mode(False):
+                for parameter in self.parameters():
+                    parameter.data = parameter.data.float()
+        logger.warning_once(f"RSA parameters are {dtype}: gates and rates are rounded, and learn coarsely. {advice}")
+        return self.learned
 
     def extra_repr(self) -> str:
         """The spec, in `print(model)`."""

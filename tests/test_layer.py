@@ -41,6 +41,16 @@ def test_parameters_stay_float32_when_the_model_is_cast(cast):
         assert value.dtype == torch.float32
 
 
+def test_parameters_that_trl_has_rounded_learn_in_float32():
+    heads, attention, value = make(), torch.randn(2, 5, 7, 4), torch.randn(2, 7, 5, 4)
+    for parameter in heads.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.inference_mode():  # before training, as an evaluation does
+        heads(attention, value, AttentionMask(5, 5, 0, True))
+    heads(attention, value, AttentionMask(5, 5, 0, True)).sum().backward()
+    assert {tensor.dtype for p in heads.parameters() for tensor in (p, p.grad)} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("H", "T", "message"), [(4, 5, "up to index 6.*has 4 heads"), (10, 6, "5 queries and 5 values.*6 and 6")]
 )
