@@ -24,21 +24,23 @@ def param_groups(
         learning_rate: for the weights.
         weight_decay: for matrices. Vectors (biases, norms) and RSA parameters are never decayed: decay would pull
             every gate to one half and every rate to the middle of its range.
-        rsa_learning_rate: the rate at which Adam moves μ, η, ν and θ. Default: `parameter_scale` times
-            `learning_rate`, as under a plain optimiser over `model.parameters()`. Parameters are stored divided by
-            `parameter_scale`, so the `lr` of their group is divided by it too.
+        rsa_learning_rate: the rate at which Adam moves μ, η, ν, θ and free lags. Default: as under a plain optimiser
+            over `model.parameters()`, which is `learning_rate` for free lags and `parameter_scale` times as much for
+            the others. These are stored divided by `parameter_scale`, so the `lr` of their group is divided by it too.
 
     Returns:
         Groups with `name`, `params`, `lr` and `weight_decay`: `weights`, `no_decay`, and one `rsa` for each
-        `parameter_scale` in the model.
+        `parameter_scale` in the model, with free lags in that of 1.
     """
     by_scale: dict[float, list[nn.Parameter]] = {}
     recurrent: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, RSAHeads):
-            mine = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            by_scale.setdefault(module.spec.layout.scale, []).extend(mine)
-            recurrent.update(module.parameters())
+            for name, parameter in module.named_parameters():
+                recurrent.add(parameter)
+                if parameter.requires_grad:
+                    scale = 1.0 if name == "free_lags" else module.spec.layout.scale  # they are stored as they are
+                    by_scale.setdefault(scale, []).append(parameter)
     others = [p for p in model.parameters() if p.requires_grad and p not in recurrent]
     matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
     groups = [

@@ -31,14 +31,15 @@ def test_groups_have_every_parameter_once(scale):
 @pytest.mark.parametrize(("scale", "asked"), [(1.0, True), (20.0, True), (20.0, False)])
 def test_one_step_of_adam_moves_the_gate_by_its_rate(scale, asked):
     """The rate asked for, or under a plain optimiser `scale` times the weights' rate."""
-    model = patch_model(build("gpt2"), RSAConfig(**FULL_PLAN, parameter_scale=scale))
+    model = patch_model(build("gpt2"), RSAConfig(num_regular=2, num_free_lags=1, parameter_scale=scale))
     groups = param_groups(model, 1e-3, rsa_learning_rate=0.02) if asked else model.parameters()
     rsa = model.h[0].attn.rsa
-    before = float(rsa.mu.detach() * scale)
+    before, lag = float(rsa.mu.detach() * scale), rsa.free_lags.detach().clone()
     optimizer = torch.optim.Adam(groups, lr=1e-3)
     model(input_ids=torch.arange(3, 12)[None])[0][0, :, 0].sum().backward()
     optimizer.step()
     assert abs(float(rsa.mu.detach() * scale) - before) == pytest.approx(0.02, rel=1e-3)
+    assert float((rsa.free_lags - lag).detach().abs().max()) == pytest.approx(0.02 if asked else 1e-3, rel=1e-3)
 
 
 def test_a_plain_model_has_no_rsa_group():
