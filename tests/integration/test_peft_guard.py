@@ -11,7 +11,7 @@ from peft.config import PeftConfigMixin
 from peft.utils.hotswap import hotswap_adapter
 from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel
 
-from families import CONFIGS, FULL_PLAN, inputs
+from families import CONFIGS, FULL_PLAN, inputs, move_rates
 from file_edits import edit_json, edit_tensors
 from hub_stand_in import USER
 from peft_adapters import PLAN, base_model, disturb, logits, needs_own_adapters, trained_adapter
@@ -281,6 +281,14 @@ def test_trained_rates_that_no_adapter_holds_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="was trained on a patched model and holds no gates and rates"):
         load(base_model("gpt2"), tmp_path / "frozen")
     load(patch_model(base_model("gpt2"), PLAN), tmp_path / "frozen")
+    with pytest.raises(ValueError, match="another base model.*gates_and_rates"):
+        PeftModel.from_pretrained(move_rates(patch_model(base_model("gpt2"), PLAN)), tmp_path / "frozen")
+
+
+def test_rates_are_not_lost_when_an_adapter_is_converted(tmp_path):
+    model = get_peft_model(base_model("gpt2"), LoraConfig(init_lora_weights="olora"), PLAN)
+    with pytest.raises(ValueError, match="gates and rates would be lost"):
+        model.save_pretrained(tmp_path, path_initial_model_for_weight_conversion=str(tmp_path))
 
 
 def test_plain_adapters_load_as_without_rsa_hf(tmp_path):

@@ -6,7 +6,8 @@ the adapter, which it would otherwise load without its gates and rates.
 
 `base` has the model's `name`, its `model_type`, its sizes, and in `weights` a few values of some of its matrices: the
 shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium. There are no `weights` in adapters of version 0.1,
-and where no matrix can be read (sharded or offloaded models).
+and where no matrix can be read (sharded or offloaded models). An adapter without gates and rates of its own has the
+digest of the model's in `gates_and_rates`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import ceil, isclose, isfinite
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,10 @@ def add_plan(base: nn.Module, folder: Path) -> None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
-        content["rsa"] = {**write_plan(plan), "base": describe_base(base), "task_type": task_type}
+        described = describe_base(base)
+        if not any(name.split(".")[-1] == "rsa" for name in content.get("modules_to_save") or ()):
+            described |= _digest_of_heads(base)
+        content["rsa"] = {**write_plan(plan), "base": described, "task_type": task_type}
         content["task_type"] = lock_of("adapter")
         write_text(file, json.dumps(content, indent=2, sort_keys=True))
     except BaseException:
@@ -133,13 +138,17 @@ def describe_base(model: PreTrainedModel) -> dict[str, Any]:
     # Trained parameters, such as biases with LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model).items() if not matrix.requires_grad]
     # With replicated layers, a layer has another number than in the base model.
-    if any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values()):
+    if _has_replicated_layers(model):
         sizes.pop("num_hidden_layers", None)
         frozen = [(name, matrix) for name, matrix in frozen if not re.search(r"\.\d+\.", name)]
     sampled = {name: _sample(matrix) for name, matrix in frozen[:: max(1, ceil(len(frozen) / _MATRICES))]}
     weights = {name: values for name, values in sampled.items() if len(set(values)) > 1 and all(map(isfinite, values))}
     base = {"name": model.name_or_path or None, "model_type": str(model.config.model_type), **sizes}
     return base | ({"weights": weights} if weights else {})
+
+
+def _has_replicated_layers(model: nn.Module) -> bool:
+    return any(getattr(config, "layer_replication", None) for config in getattr(model, "peft_config", {}).values())
 
 
 def differing_weights(base: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
@@ -172,6 +181,18 @@ def _matrices(model: PreTrainedModel) -> dict[str, Tensor]:
         if parameter.ndim > 1 and parameter.dtype in _DTYPES and parameter.device.type != "meta"
         if type(parameter) is nn.Parameter and not name.startswith(inside)
     }
+
+
+def _digest_of_heads(model: nn.Module) -> dict[str, str]:
+    """`gates_and_rates` of a model's heads, without adapters; nothing where it has none, or they cannot be read."""
+    heads = [getattr(child, "original_module", child) for _, child in rsa_modules(model)]
+    if _has_replicated_layers(model):
+        return {}
+    values = [parameter.detach() for each in heads for parameter in each.parameters()]
+    if not values or any(value.is_meta or type(value) is not Tensor for value in values):
+        return {}
+    numbers = torch.cat([value.float().cpu() for value in values]).numpy()
+    return {"gates_and_rates": blake2b(numbers.tobytes(), digest_size=8).hexdigest()}
 
 
 def _sample(matrix: Tensor) -> list[float]:
@@ -214,11 +235,12 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         kind = type(model).__name__
         raise ValueError(f"this adapter is for a {base.get('model_type')}, but this is a {kind}. Load that model.")
-    present, name = describe_base(model), base.get("name") or "one without a name"
+    present, name = describe_base(model) | _digest_of_heads(model), base.get("name") or "one without a name"
     changed = [
         f"{key} is {present.get(key)!r}, not {value!r:.200}"
         for key, value in base.items()
         if key not in ("name", "weights") and present.get(key) != value
+        if key != "gates_and_rates" or key in present
     ]
     if changed:
         raise ValueError(

@@ -71,6 +71,11 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         is_main_process: bool = True,
         **keywords: Any,
     ) -> Any:
+        if keywords.get("path_initial_model_for_weight_conversion") and any(map(has_rsa, self.peft_config.values())):
+            raise ValueError(
+                "path_initial_model_for_weight_conversion: PEFT converts the matrices of LoRA alone, so gates and "
+                "rates would be lost. Save the adapter without it."
+            )
         names, parent = selected_adapters or list(self.peft_config), Path(save_directory)
         folders = [parent if name == "default" else parent / name for name in names]
         options = (safe_serialization, selected_adapters, save_embedding_layers, is_main_process)
