@@ -23,7 +23,7 @@ from rsa_hf.children import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
-from rsa_hf.integration.positions import positions_of_queries, require_all_keys, require_own_keys
+from rsa_hf.integration.positions import positions_of_queries, require_all_keys, require_no_gaps, require_own_keys
 from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
@@ -245,4 +245,6 @@ def mix_recurrence(
     )
     if positions is not None:
         require_all_keys(visible, positions)
+    elif attention.shape[1] < value.shape[2] and not getattr(type(module), "positions_are_slots", False):
+        require_no_gaps(visible)
     return run_heads(module, rsa, attention, value, visible)

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf.ops.mask import AttentionMask, remembered
-from rsa_hf.rem import is_transformed
+from rsa_hf.rem import is_recorded, is_transformed
 
 # Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
 _LARGEST_FIRST_POSITION = 2
 _FAR = 2**40  # beyond all positions
+
+_PADDED = (
+    "padding stands between the keys of a row, and positions do not count it, or are not known. RSA counts distances "
+    "in slots, so P V would depend on it: after cached keys give rows of one length, or pad the whole texts on the "
+    "left and run them without the cache, or unpatch_model(model)."
+)
 
 
 def require_own_keys(module: nn.Module, key_length: int) -> None:
@@ -66,13 +72,26 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
             "counts distances in slots, so P V would depend on the order of the texts: give each of them a row, or "
             "unpatch_model(model)."
         )
-    is_padded = mask.documents is None and (mask.key_mask is not None or mask.query_position is not None)
-    if is_padded and remembered(_has_padding, positions, mask):
-        raise ValueError(
-            "position_ids: padding stands between the keys of a row, and its positions do not count it. RSA counts "
-            "distances in slots, so P V would depend on it: after cached keys give rows of one length, or pad the "
-            "whole texts on the left and run them without the cache, or unpatch_model(model)."
-        )
+    if _real_keys(mask) is not None and remembered(_has_padding, positions, mask):
+        raise ValueError(_PADDED)
+
+
+def require_no_gaps(mask: AttentionMask) -> None:
+    """Check that no padding stands between cached keys and queries whose positions are not known."""
+    shown = mask.key_mask if mask.visible is None else mask.visible
+    if shown is None or not mask.causal or is_recorded() or is_transformed():
+        return
+    if not (mask.query_length == 1 and shown.device.type != "cpu") and remembered(_has_gaps, shown, mask):
+        raise ValueError(_PADDED)
+
+
+def _real_keys(mask: AttentionMask) -> Tensor | None:
+    """Which keys are not padding, [B or 1, S], if the mask says so for a row as a whole."""
+    if mask.documents is not None:
+        return None
+    if mask.query_position is not None and mask.visible is not None:
+        return mask.visible[:, 0, 0]
+    return mask.key_mask
 
 
 def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
@@ -87,13 +106,24 @@ def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
 
 def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
     """Whether padding stands between a real token and the first one of its row, and its position does not count it."""
-    keys, slots = mask.key_mask, mask.query_offset + torch.arange(mask.query_length, device=positions.device)
-    if mask.query_position is not None and mask.visible is not None:
-        keys, slots = mask.visible[:, 0, 0], mask.query_position[None]
+    keys = _real_keys(mask)
     assert keys is not None
-    first = keys.int().argmax(1, keepdim=True)
-    steps = slots - first
-    return bool(((steps > positions) & (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]).any())
+    steps, gaps = _steps_and_gaps(keys, mask)
+    return bool((gaps & (steps > positions)).any())
+
+
+def _has_gaps(shown: Tensor, mask: AttentionMask) -> bool:
+    keys = _real_keys(mask)
+    return keys is not None and bool(_steps_and_gaps(keys, mask)[1].any())
+
+
+def _steps_and_gaps(keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Steps from the first real key of its row to each query, [B, T], and whether padding is among them."""
+    slots = mask.query_offset + torch.arange(mask.query_length, device=keys.device)
+    if mask.query_position is not None:
+        slots = mask.query_position[None]
+    steps = slots - keys.int().argmax(1, keepdim=True)
+    return steps, (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]
 
 
 def _latest_start(positions: Tensor) -> int:

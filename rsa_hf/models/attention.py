@@ -18,6 +18,7 @@ class InterfaceAttention(nn.Module):
     """Base of modules that compute attention through transformers' interface, where RSA heads are mixed in."""
 
     is_causal = True
+    positions_are_slots = True  # of memory and segment together, padding too
 
     def __init__(self, config: Any, num_heads: int, width: int, dropout: float) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
 """Caches that drop keys are refused: P V counts distances in slots. Caches that keep what attention sees are not."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
@@ -94,6 +96,17 @@ def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family,
         return
     with pytest.raises(ValueError, match="padding stands between the keys"):
         model(**given, past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom"])
+@torch.no_grad()
+def test_padding_between_keys_is_refused_where_attention_knows_no_positions(family):
+    model, mask = patch_model(build(family, "causal-lm").model, RSAConfig(num_regular=1)), torch.ones(2, LENGTH + 4)
+    for hidden, count in ((slice(1), 4), (slice(1), 1), (slice(LENGTH, LENGTH + 2), 4), (slice(5, 7), 1)):
+        mask[:], mask[1, hidden], cache, begun = 1, 0, DynamicCache(), LENGTH + 4 - count
+        model(tokens(2, begun), past_key_values=cache, attention_mask=mask[:, :begun])
+        with nullcontext() if hidden.start is None else pytest.raises(ValueError, match="padding stands between"):
+            model(tokens(2, count), past_key_values=cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize("cached", [0, 6])
