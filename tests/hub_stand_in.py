@@ -12,7 +12,6 @@ import yaml
 
 TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz"
 USER = "someone"
-IN_LFS = (".safetensors", ".bin", ".png")
 MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -27,7 +26,6 @@ class StandIn:
 
     def __init__(self):
         self.commits: dict[str, list[dict[str, bytes]]] = {}
-        self.blobs: dict[str, bytes] = {}
         self.unknown: list[str] = []
         self.authorised: set[str] = set()
         hub = self
@@ -75,15 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self):
         hub, path = self.stand_in, unquote(urlsplit(self.path).path)
-        length = int(self.headers.get("Content-Length") or 0)
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            self.body = b""
-            while size := int(self.rfile.readline(), 16):
-                self.body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            self.body = self.rfile.read(length)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.token:
             hub.authorised.add(self.token)
@@ -131,21 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo, revision):
         paths = [file["path"] for file in json.loads(self.body)["files"]]
-        modes = {path: "lfs" if path.endswith(IN_LFS) else "regular" for path in paths}
-        files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+        files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]
         self._json({"files": files})
-
-    def lfs_batch(self, repo):
-        objects = [
-            {**entry, "actions": {"upload": {"href": f"{self.stand_in.endpoint}/lfs/{entry['oid']}"}}}
-            for entry in json.loads(self.body)["objects"]
-        ]
-        self._json({"transfer": "basic", "objects": objects})
-
-    def lfs_put(self, oid):
-        assert hashlib.sha256(self.body).hexdigest() == oid
-        self.stand_in.blobs[oid] = self.body
-        self._bytes(b"")
 
     def commit(self, repo, revision):
         files = dict(self.stand_in.files(repo))
@@ -155,8 +132,6 @@ class _Handler(BaseHTTPRequestHandler):
             if entry["key"] == "file":
                 assert value["encoding"] == "base64"
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.stand_in.blobs[value["oid"]]
             else:
                 assert entry["key"] == "header", entry
         self.stand_in.put(repo, files)
@@ -190,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._bytes(content, **commit, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
 
 
-_WRITING = (_Handler.create, _Handler.preupload, _Handler.lfs_batch, _Handler.commit)  # for the user alone
+_WRITING = (_Handler.create, _Handler.preupload, _Handler.commit)  # for the user alone
 _READING = (_Handler.info, _Handler.tree, _Handler.resolve)  # from a repository that exists
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 _ROUTES = [
@@ -199,8 +174,6 @@ _ROUTES = [
     (r"POST /api/validate-yaml", _Handler.validate_card),
     (rf"POST /api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
     (rf"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),
-    (rf"POST /{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
-    (r"PUT /lfs/(?P<oid>\w+)", _Handler.lfs_put),
     (rf"GET /api/models/{_REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
     (rf"GET /api/models/{_REPO}/revision/(?P<revision>[^/]+)", _Handler.info),
     (rf"GET /api/models/{_REPO}", _Handler.info),

@@ -37,16 +37,6 @@ def test_a_series_has_parts_of_12_4_and_4_months_and_is_standardised_on_the_firs
     torch.testing.assert_close(series.times[13], expected)
 
 
-@pytest.mark.parametrize("name", ["ETTh1", "ETTh2", "ETTm1", "WTH"])
-def test_the_dilation_is_a_period_of_the_series(name, data_folder, monkeypatch):
-    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
-    series, d = load_series(name), forecasting.DILATION[name]
-    x = series.values[: series.part("train").stop].double().diff(dim=0)
-    x = x - x.mean(0)
-    r = torch.stack([((x[:-lag] * x[lag:]).sum(0) / x.square().sum(0)).mean() for lag in range(1, 3 * d)])
-    assert r[d - 1] == r[d // 2 : 3 * d // 2].max() and r[d - 1] > 0.5 * r[d // 2 :].max()
-
-
 def forecaster(family, variant, seed=0):
     torch.manual_seed(seed)
     return make_forecaster(family, variant, TASK, **SHAPE).eval()

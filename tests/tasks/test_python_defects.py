@@ -3,7 +3,7 @@
 import ast
 import sysconfig
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -31,11 +31,7 @@ def test_every_clean_function_is_followed_by_its_defective_twin(pairs):
         assert (clean.target, clean.kind, defective.target) == (0, "", 1)
         assert (clean.path, clean.name) == (defective.path, defective.name)
         assert all(BOUNDS["min_characters"] <= len(one.func) <= BOUNDS["max_characters"] for one in (clean, defective))
-    counts = Counter(defective.kind for _, defective in pairs)
-    assert set(counts) == set(DEFECT_KINDS)
-    # Kinds that fit nearly every function are equally frequent.
-    common = [counts[kind] for kind in ("swapped_arguments", "wrong_variable", "missing_return")]
-    assert max(common) - min(common) <= 0.1 * max(common)
+    assert {defective.kind for _, defective in pairs} == set(DEFECT_KINDS)
 
 
 def test_no_function_is_repeated_and_no_file_or_renamed_copy_is_in_two_splits(splits):
