@@ -197,7 +197,7 @@ def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> 
         found = _load_splits(source, only, keywords)
     elif "train" not in found and only not in found:
         raise ValueError(f"train_file=None: it is needed{'' if only is None else f', or {only}_file'}.")
-    return {split: each for split, each in found.items() if only in (None, split) or only not in found}
+    return {only: found[only]} if only in found else found
 
 
 def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any]) -> dict[str, Any]:
