@@ -102,15 +102,16 @@ def rem_matrix(
         key_length: S; default T.
         query_offset: position of the first query on the key axis; default S − T: the queries come last.
         causal: masked (True) or unmasked (False) REMs.
-        free_lags: f(kd) of each head for the steps k = 1 … K, shape (H, K), in place of the paper's.
+        free_lags: f(kd) of each head for the steps k = 1 … K ≤ 8, shape (H, K), in place of the paper's.
 
     Returns:
         P, shape [H, T, S], where `decay` is and in its dtype; from numbers, as `torch.tensor` would make them.
 
     Raises:
-        ValueError: an unknown kind, a dilation below 1, or head descriptions of different lengths.
+        ValueError: an unknown kind, a dilation below 1, or head descriptions or free lags of other lengths.
     """
     kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
+    require_free_lags(free_lags, len(kinds))
     key_length = query_length if key_length is None else key_length
     query_offset = key_length - query_length if query_offset is None else query_offset
     t = torch.arange(query_length, device=decay.device)
@@ -120,6 +121,13 @@ def rem_matrix(
         lags = lags.abs()
     rems = Rems(kinds, decay, theta, dilation, 1, tuple(range(len(kinds))), free_lags)
     return weights_of_lags(rems, lags, decay.dtype)
+
+
+def require_free_lags(free_lags: Tensor | None, num_heads: int) -> None:
+    """A ValueError if free lags do not have the shape (H, K), with K in `FREE_LAGS`."""
+    if free_lags is not None and free_lags.shape not in [(num_heads, K) for K in FREE_LAGS]:
+        allowed = f"[{num_heads}, K] with K from {FREE_LAGS[0]} to {FREE_LAGS[-1]}"
+        raise ValueError(f"free_lags has shape {tuple(free_lags.shape)}: {allowed} is needed.")
 
 
 def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask, document_index
 from rsa_hf.ops.problem import from_rems
-from rsa_hf.rem import FREE_LAGS, Rems, head_tensors
+from rsa_hf.rem import Rems, head_tensors, require_free_lags
 
 
 def rem_product(
@@ -50,7 +50,7 @@ def rem_product(
             ahead.
         visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
             costs O(T·S).
-        free_lags: f(kd) of each head for the steps k = 1 … K, shape (H, K), in place of the paper's.
+        free_lags: f(kd) of each head for the steps k = 1 … K ≤ 8, shape (H, K), in place of the paper's.
 
     Returns:
         P V, [B, H, T, D], in the dtype of the computation: float64 for float64 values, else float32.
@@ -73,9 +73,7 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
-    if free_lags is not None and free_lags.shape not in [(H, K) for K in FREE_LAGS]:
-        allowed = f"[{H}, K] with K from {FREE_LAGS[0]} to {FREE_LAGS[-1]}"
-        raise ValueError(f"free_lags has shape {tuple(free_lags.shape)}: {allowed} is needed.")
+    require_free_lags(free_lags, H)
     free = None if free_lags is None else free_lags.to(decay)
     rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), free)
     packed = None if documents is None else document_index(documents)

@@ -1,6 +1,6 @@
 """The data of defect detection: read from the embedded set, the Hub or files, split, de-duplicated and subsampled.
 
-Functions are the same if their texts agree up to whitespace.
+Functions are the same if their texts agree up to the length of whitespace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers.hf_argparser import HfArg
 
@@ -34,6 +34,8 @@ TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul",
 NUMBER_COLUMNS = ("idx", "id")
 _WHOLE, _NUMBER = re.compile(r"(-?[0-9]{1,18})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels in words, in any case
+SplitBy = Literal["random", "project", "time"]
+LongFunctions = Literal["truncate", "chunk"]
 
 
 @dataclass
@@ -65,7 +67,7 @@ class DefectDataConfig(DataSource):
         default=False,
         help="Rows two by two are a function with and without a defect, as in the paired files of PrimeVul.",
     )
-    split_by: Literal["random", "project", "time"] | None = HfArg(
+    split_by: SplitBy | None = HfArg(
         default=None,
         help="Make the splits that are not given from the training functions: at random, by whole projects, or in the "
         "order of time, the newest for testing. Pairs stay together.",
@@ -82,11 +84,11 @@ class DefectDataConfig(DataSource):
     max_eval_samples: int | None = HfArg(default=None, help="The same for validation and test, each.")
     deduplicate: bool = HfArg(
         default=True,
-        help="Drop training functions that repeat another one (up to whitespace), carry both labels, or also occur in "
-        "validation or test, which stay as they are.",
+        help="Drop training functions that repeat another one (up to the length of whitespace), carry both labels, or "
+        "also occur in validation or test, which stay as they are.",
     )
     max_seq_length: int = HfArg(default=256, help="Tokens of an input, with special tokens.")
-    long_functions: Literal["truncate", "chunk"] = HfArg(
+    long_functions: LongFunctions = HfArg(
         default="truncate",
         help="truncate keeps the beginning of a longer function, chunk cuts it into overlapping windows.",
     )
@@ -99,6 +101,9 @@ class DefectDataConfig(DataSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, allowed in {"split_by": get_args(SplitBy), "long_functions": get_args(LongFunctions)}.items():
+            if getattr(self, name) not in (None, *allowed):
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(allowed)}.")
         for name in ("max_train_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)}: 2 or more are needed, one of each class.")

@@ -94,7 +94,7 @@ class RSATrainer(Trainer):
         if not is_patched(self.model):
             super().create_model_card(*args, **keywords)
         elif self.is_world_process_zero():
-            write_card(self.accelerator.unwrap_model(self.model), self.args.folder, **self.card_facts)
+            write_card(self.accelerator.unwrap_model(self.model), str(self.args.output_dir), **self.card_facts)
 
     # --- memory carried along parallel tracks -----------------------------------------------------------------------
 

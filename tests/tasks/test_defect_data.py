@@ -31,9 +31,10 @@ def pairs(examples):
     [
         {"dataset_name": "x", "test_file": "a.jsonl"},
         {"max_train_samples": 1},
-        {"max_eval_samples": 0},
         {"label_values": ["bad"]},
         {"split_by": "random"},
+        {"split_by": "projects", "train_file": "a.jsonl"},
+        {"long_functions": "chunks"},
         {"split_by": "time", "train_file": "a.jsonl"},
         {"validation_split_percentage": 60, "test_split_percentage": 40},
     ],

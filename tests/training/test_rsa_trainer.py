@@ -4,14 +4,14 @@ import signal
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import get_last_checkpoint
 
 import small_runs
 from rsa_hf import unpatch_model
 from rsa_hf.tasks.defect_detection import _loss
-from rsa_hf.training import newest_whole_checkpoint
+from rsa_hf.training import RSATrainer, newest_whole_checkpoint
 from rsa_hf.training.callbacks import DivergedError
 from small_runs import classifier, functions, gpt2, trainer
 
@@ -59,8 +59,8 @@ def test_a_loss_that_is_nan_ends_the_training_and_leaves_the_checkpoints(tmp_pat
 
 
 def test_the_card_that_is_pushed_shows_gates_and_a_plain_model_keeps_the_trainers(tmp_path):
-    training = trainer(tmp_path / "ours")
-    training.create_model_card()
+    plain_arguments = TrainingArguments(str(tmp_path / "ours"), use_cpu=True, report_to="none")
+    RSATrainer(model=gpt2(), args=plain_arguments).create_model_card()
     assert "RSA" in (tmp_path / "ours" / "README.md").read_text()
     plain = trainer(tmp_path / "plain", unpatch_model(gpt2()))
     plain.create_model_card(model_name="plain")
