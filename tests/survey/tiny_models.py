@@ -117,7 +117,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 6},
     "reformer": {"axial_pos_embds": False, "is_decoder": False},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
-    "xlstm": {"mlstm_round_up_to_multiple_of": 8},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 4,
