@@ -117,7 +117,7 @@ class RSAConfig:
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. 1 stores the plain values: 1,000 steps of Adam
             at 5e-5 then move a gate's μ by about 0.05.
-        num_free_lags: K, the number of first steps whose weights are free (an extension): f(kd) for k = 1 … K is a
+        num_free_lags: K ≤ 8, the number of first steps whose weights are free (an extension): f(kd) for k = 1 … K is a
             number of its own for each head, which starts as in the paper and learns as fast as the weights. In the
             paper a head whose memory is short is weak too: f(1) is λ or γ cos θ.
         heads: the RSA heads by name, as `HeadConfig` or mappings, in place of the counts and what goes with them.

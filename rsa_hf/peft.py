@@ -43,7 +43,7 @@ def get_peft_model(
     Args:
         model: any transformers model that `patch_model` takes, quantised or not.
         peft_config: the method to combine with RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates
-            and rates alone, of a few kilobytes.
+            and rates alone, of a few kilobytes; for a classifier with a new head use `rsa_only_config` with its task.
         rsa_config: which heads. None: the config that the model is patched with, or `RSAConfig()` for a plain model.
             With a config that names no heads, as `calibrate` may return, the adapter is that of `peft_config` alone.
         probe_inputs: see `patch_model`.

@@ -28,7 +28,7 @@ class HeadReport:
     gate: float  # g = σ(μ)
     decay: float  # λ or γ
     theta: float | None  # in radians; None for a regular head
-    half_life: float  # number of positions after which |λ|^τ or γ^τ has fallen to one half; inf if it does not fall
+    half_life: float  # positions after which |λ|^(τ/d) or γ^(τ/d) has fallen to one half; inf: it does not fall
     gate_start: float
     decay_start: float
     theta_start: float | None

@@ -1,6 +1,7 @@
 """What can make the scores of a defect detector misleading: copies, contradictory labels, cut functions, easy words.
 
-Copies are counted twice: `duplicates` are equal up to whitespace; `clones` up to whitespace, comments and identifiers.
+Copies are counted twice: `duplicates` are equal up to the length of whitespace; `clones` up to whitespace, comments
+and identifiers.
 """
 
 from __future__ import annotations

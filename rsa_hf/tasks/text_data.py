@@ -44,7 +44,7 @@ class LanguageModelingDataConfig(DataSource):
     )
     stride: int | None = HfArg(
         default=None,
-        help="Tokens from one evaluation block's start to the next; the rest is context. Default: block_size - 1.",
+        help="Tokens from one evaluation block's start to the next; the rest is context. Default: all but one.",
     )
     max_train_bytes: int | None = HfArg(default=None, help="At most so much training text, cut after a line end.")
     max_eval_bytes: int | None = HfArg(default=None, help="The same for validation and test, each.")

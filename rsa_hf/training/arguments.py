@@ -104,8 +104,8 @@ class RSAArguments:
 class RSATrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments`, with a learning rate of gates and rates.
 
-    Two defaults differ: a loss that is not a number is logged as it is, and metrics of the tasks know whether less
-    is better.
+    Defaults differ: a loss that is not a number is logged as it is, metrics of the tasks know whether less is better,
+    and memory is not pinned where there is no accelerator. `resume_from_checkpoint=true` is what a run does anyway.
     """
 
     rsa_learning_rate: float | None = HfArg(

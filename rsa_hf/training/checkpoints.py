@@ -110,8 +110,8 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are;
     so give each new run its own folder. One of `save_only_model` is not: the Trainer would begin a new schedule.
-    With several processes the files of the main one are checked. Resumed from the checkpoint of its last step, the
-    Trainer of transformers 5.23 trains one step more: do not call it again for a run that has ended. Without a
+    With several processes the files of the main one are checked. Resumed from the checkpoint of its last step,
+    transformers' Trainer trains one step more: do not call it again for a run that has ended. Without a
     complete checkpoint None is returned, which starts from the beginning.
     """
     for folder in reversed(_checkpoints(Path(output_dir))):

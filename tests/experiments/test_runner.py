@@ -241,7 +241,6 @@ def test_the_command_line(capsys, tmp_path):
 
     code, out, _ = run("list")
     assert code == 0 and all(name in out for name in (*EXPERIMENTS, "blimp"))
-    assert run("report")[0] == 0 and (tmp_path / "RESULTS.md").exists()
     for arguments, words in (
         (["language-model", "--only", "model"], "SETTING=VALUE"),
         (["synthetics"], "there is no experiment"),
