@@ -91,8 +91,8 @@ def patch_model(
     trial = shared_copy(base).eval()
     for layer in trial.modules():
         # bitsandbytes packs weights when they are first used, and these are the model's own.
-        if type(layer).__module__.startswith("bitsandbytes."):
-            layer.forward = functools.partial(_zeros, layer)
+        if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes."):
+            layer.forward = functools.partial(_zeros, layer)  # type: ignore[method-assign]
     connect(trial)
     found = _self_attention_calls(trial, base, probe_inputs)
     _warn_of_parts_without(base, found)
