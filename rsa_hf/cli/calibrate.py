@@ -61,7 +61,6 @@ def calibrate(
     from rsa_hf.hub import write_card
     from rsa_hf.patching import patch_model
     from rsa_hf.training.model_setup import calibration_batches
-    from rsa_hf.utils.files import storage_errors
 
     if text is not None:
         model = load_checkpoint(base)
@@ -76,11 +75,10 @@ def calibrate(
         print(f"nothing is written to {folder}")
         return
     patch_model(model, found.config)
-    with storage_errors(folder):
-        model.save_pretrained(folder)
-        save_tokenizer(base, folder)
-        (folder / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-        write_card(model, folder, base_model=base, scores={"calibration": found.scores}, seed=seed)
+    model.save_pretrained(folder)
+    save_tokenizer(base, folder)
+    (folder / "calibration.json").write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+    write_card(model, folder, base_model=base, scores={"calibration": found.scores}, seed=seed)
     with suppress(ImportError):  # no matplotlib
         found.plot(folder / "calibration.png")
     print(f"written: {folder}")

@@ -33,16 +33,14 @@ def patch(
     install_hooks()
     from rsa_hf.patching import is_patched, patch_model
     from rsa_hf.report import rsa_report
-    from rsa_hf.utils.files import storage_errors
 
     config = _config_of(plan or "{}")
     model = load_checkpoint(base)
     if is_patched(model):
         raise ValueError(f"{base} already has RSA heads. Name a plain model.")
     patch_model(model, config)
-    with storage_errors(folder):
-        model.save_pretrained(folder)
-        tokenizer = save_tokenizer(base, folder)
+    model.save_pretrained(folder)
+    tokenizer = save_tokenizer(base, folder)
     report = rsa_report(model)
     print(f"{len(report.layers)} layers patched, {report.num_parameters} RSA parameters; written: {folder}")
     if not tokenizer:

@@ -83,7 +83,7 @@ def write_card(
         The card's path; None if there is a README without metadata, which is not a card and stays as it is.
 
     Raises:
-        StorageError: the card cannot be written; the existing one is unchanged.
+        OSError: the card cannot be written; the existing one is unchanged.
         ValueError: the model has no RSA heads, or the existing card's metadata is invalid YAML.
     """
     heads = [module for module in model.modules() if isinstance(module, RSAHeads)]

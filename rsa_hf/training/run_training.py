@@ -16,7 +16,7 @@ from rsa_hf.plots import plot_training_curves
 from rsa_hf.training.arguments import RunArguments
 from rsa_hf.training.checkpoints import RunFolder, newest_whole_checkpoint
 from rsa_hf.training.rsa_trainer import RSATrainer
-from rsa_hf.utils.files import storage_errors, write_text
+from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import finite_or_null, format_table
 
 
@@ -47,8 +47,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
         trainer._load_from_checkpoint(str(kept or checkpoint))
         return
     try:
-        with storage_errors(args.folder):
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
     except RuntimeError as error:
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
@@ -79,9 +78,8 @@ def finish_run(
     """
     args, output, model = run.training, run.training.folder, trainer.model
     assert isinstance(model, PreTrainedModel)
-    with storage_errors(output):
-        trainer.save_model()
-        trainer.save_state()
+    trainer.save_model()
+    trainer.save_state()
     trainer.card_facts = {
         "base_model": run.model.model_name_or_path,
         "dataset": run.data.dataset_name or (None if run.data.train_file else "Python's standard library"),
