@@ -245,6 +245,6 @@ def mix_recurrence(
     )
     if positions is not None:
         require_all_keys(visible, positions)
-    elif attention.shape[1] < value.shape[2] and not getattr(type(module), "positions_are_slots", False):
+    elif visible.query_length < visible.key_length and not getattr(type(module), "positions_are_slots", False):
         require_no_gaps(visible)
     return run_heads(module, rsa, attention, value, visible)
