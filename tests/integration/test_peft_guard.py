@@ -285,10 +285,12 @@ def test_trained_rates_that_no_adapter_holds_cannot_be_saved(tmp_path):
         PeftModel.from_pretrained(move_rates(patch_model(base_model("gpt2"), PLAN)), tmp_path / "frozen")
 
 
-def test_rates_are_not_lost_when_an_adapter_is_converted(tmp_path):
+def test_adapters_that_would_lose_rates_are_refused(tmp_path):
     model = get_peft_model(base_model("gpt2"), LoraConfig(init_lora_weights="olora"), PLAN)
     with pytest.raises(ValueError, match="gates and rates would be lost"):
         model.save_pretrained(tmp_path, path_initial_model_for_weight_conversion=str(tmp_path))
+    with pytest.raises(ValueError, match="with RSA heads in it"):
+        get_peft_model(base_model("gpt2"), LoraConfig(modules_to_save=["attn"]), PLAN)
 
 
 def test_plain_adapters_load_as_without_rsa_hf(tmp_path):

@@ -116,6 +116,12 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         config = self.peft_config[adapter_name]
         require_fit(config, self.model)
         is_patched = any(rsa_modules(model))
+        saved = {name.split(".")[-1] for name in getattr(config, "modules_to_save", None) or ()}
+        if saved & {part for name, _ in rsa_modules(model) for part in name.split(".")[:-1]}:
+            raise ValueError(
+                f"modules_to_save={config.modules_to_save}: a module with RSA heads in it cannot be saved as a whole. "
+                "Name its other parts, such as its projections, and 'rsa'."
+            )
         if is_patched and not isinstance(self, _Tuner):
             self.__class__ = _with_rsa(self.__class__)  # as torch's `fully_shard` does; PEFT's classes stay
         original(self, model, adapter_name, *args, **kwargs)
