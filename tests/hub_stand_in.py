@@ -128,12 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         files = dict(self.stand_in.files(repo))
         for line in self.body.decode().splitlines():
             entry = json.loads(line)
-            value = entry["value"]
+            assert entry["key"] in ("file", "header"), entry
             if entry["key"] == "file":
-                assert value["encoding"] == "base64"
-                files[value["path"]] = base64.b64decode(value["content"])
-            else:
-                assert entry["key"] == "header", entry
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
         self.stand_in.put(repo, files)
         oid = self.stand_in.commit_id(repo)
         self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.stand_in.endpoint}/{repo}/commit/{oid}"})

@@ -281,7 +281,7 @@ def test_trained_rates_that_no_adapter_holds_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="was trained on a patched model and holds no gates and rates"):
         load(base_model("gpt2"), tmp_path / "frozen")
     load(patch_model(base_model("gpt2"), PLAN), tmp_path / "frozen")
-    with pytest.raises(ValueError, match="another base model.*gates_and_rates"):
+    with pytest.raises(ValueError, match="trained with others than this model has"):
         PeftModel.from_pretrained(move_rates(patch_model(base_model("gpt2"), PLAN)), tmp_path / "frozen")
 
 

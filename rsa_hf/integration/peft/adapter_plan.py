@@ -6,8 +6,8 @@ the adapter, which it would otherwise load without its gates and rates.
 
 `base` has the model's `name`, its `model_type`, its sizes, and in `weights` a few values of some of its matrices: the
 shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium. There are no `weights` in adapters of version 0.1,
-and where no matrix can be read (sharded or offloaded models). An adapter without gates and rates of its own has the
-digest of the model's in `gates_and_rates`.
+and where no matrix can be read (sharded or offloaded models). An adapter that has no gates and rates of its own also
+needs those whose digest is in `gates_and_rates`.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def add_plan(base: nn.Module, folder: Path) -> None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         task_type = content["rsa"]["task_type"] if "rsa" in content else content.get("task_type")
-        described = describe_base(base)
-        if not any(name.split(".")[-1] == "rsa" for name in content.get("modules_to_save") or ()):
-            described |= _digest_of_heads(base)
+        described = {**describe_base(base), "gates_and_rates": _digest_of_heads(base)}
         content["rsa"] = {**write_plan(plan), "base": described, "task_type": task_type}
         content["task_type"] = lock_of("adapter")
         write_text(file, json.dumps(content, indent=2, sort_keys=True))
@@ -183,16 +181,14 @@ def _matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def _digest_of_heads(model: nn.Module) -> dict[str, str]:
-    """`gates_and_rates` of a model's heads, without adapters; nothing where it has none, or they cannot be read."""
+def _digest_of_heads(model: nn.Module) -> str | None:
+    """The digest of the gates and rates of a model's own heads, without adapters; None where they cannot be read."""
     heads = [getattr(child, "original_module", child) for _, child in rsa_modules(model)]
-    if _has_replicated_layers(model):
-        return {}
     values = [parameter.detach() for each in heads for parameter in each.parameters()]
-    if not values or any(value.is_meta or type(value) is not Tensor for value in values):
-        return {}
+    if not values or _has_replicated_layers(model) or any(x.is_meta or type(x) is not Tensor for x in values):
+        return None
     numbers = torch.cat([value.float().cpu() for value in values]).numpy()
-    return {"gates_and_rates": blake2b(numbers.tobytes(), digest_size=8).hexdigest()}
+    return blake2b(numbers.tobytes(), digest_size=8).hexdigest()
 
 
 def _sample(matrix: Tensor) -> list[float]:
@@ -226,6 +222,13 @@ def require_fit(config: Any, model: nn.Module) -> None:
             f"({differences(adapter.saved, present)}; the adapter's first). Patch a fresh copy of the base model "
             "with the adapter's plan: rsa_hf.peft.load(model, adapter) does."
         )
+    if adapter is not None and not has_rsa(config):
+        trained_with, found = adapter.base.get("gates_and_rates"), _digest_of_heads(model)
+        if None not in (trained_with, found) and trained_with != found:
+            raise ValueError(
+                "this adapter has no gates and rates of its own, and was trained with others than this model has. "
+                "Load it on the model that it was trained on."
+            )
 
 
 def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
@@ -235,12 +238,11 @@ def require_same_base(base: Mapping[str, Any], model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         kind = type(model).__name__
         raise ValueError(f"this adapter is for a {base.get('model_type')}, but this is a {kind}. Load that model.")
-    present, name = describe_base(model) | _digest_of_heads(model), base.get("name") or "one without a name"
+    present, name = describe_base(model), base.get("name") or "one without a name"
     changed = [
         f"{key} is {present.get(key)!r}, not {value!r:.200}"
         for key, value in base.items()
-        if key not in ("name", "weights") and present.get(key) != value
-        if key != "gates_and_rates" or key in present
+        if key not in ("name", "weights", "gates_and_rates") and present.get(key) != value
     ]
     if changed:
         raise ValueError(
