@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -87,14 +87,18 @@ def patch_model(
             "merge_and_unload() returns."
         )
     base = model.base_model
+    # DINOv3's base is an encoder of hidden states.
+    takes_inputs = base.main_input_name in inspect.signature(base.forward).parameters
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
-    trial = shared_copy(base).eval()
-    for layer in trial.modules():
+    whole = shared_copy(base if takes_inputs else model).eval()
+    trial: Any = whole if takes_inputs else whole.base_model
+    run = functools.partial(_run, whole, probe_inputs)
+    for layer in whole.modules():
         # bitsandbytes packs weights when they are first used, and these are the model's own.
         if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes."):
             layer.forward = functools.partial(_zeros, layer)  # type: ignore[method-assign]
-    connect(trial)
-    found = _self_attention_calls(trial, base, probe_inputs)
+    connect(whole)
+    found = _self_attention_calls(trial, base, run)
     _warn_of_parts_without(base, found)
     names = list(found)
     if config.layers is not None:
@@ -110,7 +114,7 @@ def patch_model(
     if is_patched(model):
         _require_same_plan(model, plan)
         return model
-    _require_all_called(trial, {name: call.module for name, call in calls.items()}, plan, probe_inputs)
+    _require_all_called(trial, {name: call.module for name, call in calls.items()}, plan, run)
     new = attach_heads([(base.get_submodule(name), plan.layers[name_in_files(name)]) for name in names])
     for heads, call in zip(new, calls.values(), strict=True):
         heads.layer_shape = call.layer_shape
@@ -200,13 +204,11 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     )
 
 
-def _self_attention_calls(
-    trial: nn.Module, base: nn.Module, probe_inputs: Mapping[str, Any] | None
-) -> dict[str, AttentionCall]:
+def _self_attention_calls(trial: nn.Module, base: nn.Module, run: Callable[[], None]) -> dict[str, AttentionCall]:
     """One call of each self-attention module of a copy that can be patched, by its name in the base, in order."""
     names = {module: name for name, module in trial.named_modules()}
     with record_attention_calls() as calls:
-        _run(trial, probe_inputs)
+        run()
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
     if bound := sorted({type(module).__name__ for module in by_module.keys() & set(base.modules())}):
         raise ValueError(
@@ -233,11 +235,11 @@ def _attention_classes(model: nn.Module) -> list[str]:
 
 
 def _require_all_called(
-    trial: nn.Module, modules: Mapping[str, nn.Module], plan: SavedPlan, probe_inputs: Mapping[str, Any] | None
+    trial: nn.Module, modules: Mapping[str, nn.Module], plan: SavedPlan, run: Callable[[], None]
 ) -> None:
     """Put RSA heads on modules of the trial copy, and check that they take part in a forward pass."""
     new = attach_heads([(module, plan.layers[name]) for name, module in modules.items()])
-    _run(trial, probe_inputs)
+    run()
     silent = [name for name, heads in zip(modules, new, strict=True) if heads.layer_shape is None]
     if silent:
         raise RuntimeError(

@@ -62,6 +62,13 @@ def test_what_cannot_be_run_or_has_an_attribute_rsa_is_refused():
     assert_refused(model, ValueError, "already has an attribute 'rsa'")
 
 
+def test_a_model_whose_base_takes_hidden_states_is_run_as_a_whole(tmp_path):
+    config = tiny_config("dinov3_vit", image_size=16, patch_size=4)
+    model, given = AutoModel.from_config(config).eval(), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    patch_model(model, RSAConfig(**FULL_PLAN), probe_inputs=given).save_pretrained(tmp_path)
+    assert torch.equal(AutoModel.from_pretrained(tmp_path)(**given)[0], model(**given)[0])
+
+
 def test_rsa_heads_that_are_not_called_are_an_error(monkeypatch):
     # As without the hook on the attention interface: the heads would exist and learn nothing.
     monkeypatch.setattr("rsa_hf.integration.attention.mix_recurrence", lambda module, output, *args, **kw: output)

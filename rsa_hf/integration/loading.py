@@ -25,7 +25,8 @@ from rsa_hf.utils.text import shorten
 logger = logging.getLogger(__name__)
 
 _ATTENTION = re.compile(r"(?i:attention|attn)|MLA")  # LongCat's attention is called multi-head latent attention, MLA
-_CROSS = re.compile(r"cross|encoder_?attn|encdec", re.IGNORECASE)
+# Cross-attention, and attention over the states of earlier layers.
+_CROSS = re.compile(r"cross|encoder_?attn|encdec|attentionresidual", re.IGNORECASE)
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -82,6 +83,7 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
     `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
     interface. Cross-attention often has the class of self-attention, and is recognised by the module's name alone.
+    DeepSeek V4's `compressor` adds keys that are no tokens once a text is long.
     Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
     """
     kind = type(module)
@@ -93,7 +95,7 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     if architecture_of(module) is None and not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return False
     is_cross = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
-    return not (is_cross or getattr(module, "is_cross_attention", False))
+    return not (is_cross or getattr(module, "is_cross_attention", False) or getattr(module, "compressor", None))
 
 
 def _is_attention(module: nn.Module) -> bool:

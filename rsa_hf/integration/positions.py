@@ -23,13 +23,15 @@ _PADDED = (
 
 
 def require_own_keys(module: nn.Module, key_length: int) -> None:
-    """Refuse a cache of which an indexer may hide a query's own key, by which its position is found."""
+    """Refuse a cache that may hide a query's own key, by which its position is found, or drop keys."""
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    selected = config.get("index_topk") or config.get("indexer_budget")
-    if selected is not None and key_length > selected:
+    kept = config.get("index_topk") or config.get("indexer_budget") or config.get("keep_window_size")
+    if "reference_sliding_attention" in (config.get("layer_types") or ()):
+        kept = config.get("sliding_window")
+    if kept is not None and key_length > kept:
         raise NotImplementedError(
-            f"this {type(module).__name__} attends to {selected} of {key_length} keys. RSA finds the place of a query "
-            f"in a cache by its own key, which may not be among them: use caches of up to {selected} tokens, or "
+            f"this {type(module).__name__} attends to {kept} of {key_length} keys. RSA finds the place of a query in "
+            f"a cache by its own key and those before it, which may be missing: use caches of up to {kept} tokens, or "
             "use_cache=False, or unpatch_model(model)."
         )
 

@@ -151,6 +151,23 @@ def test_a_cache_whose_keys_are_selected_is_refused():
         checks.check_values(subject)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("doge", {"keep_window_size": 4}),
+        ("llama", {"layer_types": ["reference_sliding_attention"] * 2, "sliding_window": 4}),
+    ],
+)
+@torch.no_grad()
+def test_a_cache_that_may_lack_keys_is_refused(family, settings):
+    model, cache = patch_model(build(family, "causal-lm").model, RSAConfig(num_regular=1)), DynamicCache()
+    vars(model.config).update(settings)
+    model(tokens(2, 3), past_key_values=cache)
+    model(tokens(2, 1), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="attends to 4 of 5 keys"):
+        model(tokens(2, 1), past_key_values=cache)
+
+
 def qwen2_vl():
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
     return AutoModel.from_config(tiny_config("qwen2_vl_text", num_key_value_heads=2, rope_parameters=rope))

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+from transformers import CONFIG_MAPPING, AutoModel
 
 from families import effect_of_later_tokens
 from launching import ROOT
@@ -12,7 +13,7 @@ from survey.broken import BROKEN
 from survey.checks import CHECKS, patched
 from survey.runner import run_check
 from survey.table import Records, outcome, write_table
-from survey.tiny_models import build
+from survey.tiny_models import build, tiny_config
 
 # Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier,
 # modules that state no direction (LayoutLM, Doge) or a wrong one (BigBirdPegasus, NLLB-MoE), and parameters outside
@@ -49,6 +50,15 @@ def test_the_checks_hold_for_a_sample_of_architectures(model_type, task):
     assert {name: said for name, said in found.items() if not said.startswith("not applicable: ")} == {
         name: "holds" for name in CHECKS if name not in SAMPLE[model_type, task]
     }
+
+
+@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="this transformers has no Inkling 2")
+def test_attention_whose_keys_are_no_tokens_gets_no_heads():
+    config = tiny_config("inkling2_text")  # from a depth on it attends to the states of earlier layers
+    config.layer_types, config.num_hidden_layers = config.layer_types * 6, 12
+    assert len(patch_model(AutoModel.from_config(config)).config.rsa["modules"]) == 12
+    with pytest.raises(ValueError, match="no attention that can be patched"):  # compressed keys
+        patch_model(AutoModel.from_config(tiny_config("deepseek_v4")))
 
 
 @pytest.fixture(scope="module")
