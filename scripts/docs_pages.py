@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "RESULTS.md", "SUPPORTED.md", "PROGRAMS.md", "RELIABILITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("README.md", "RESULTS.md", "SUPPORTED.md", "PROGRAMS.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

@@ -21,7 +21,7 @@ from model_state import assert_same_state, state_of
 from models import tiny
 from reliability import hostile
 from reliability.hostile import CONFIG, INDEX, WEIGHTS
-from reliability.record import try_many
+from reliability.trials import try_many
 from rsa_hf import RSAConfig, RSAHeads, is_patched, patch_model, unpatch_model
 from rsa_hf.cli.common import load_checkpoint
 from rsa_hf.saved_plan import read_plan

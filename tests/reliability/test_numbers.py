@@ -5,7 +5,6 @@ roundings of that sum, whatever cancels in the result.
 """
 
 import math
-from collections import Counter
 
 import mpmath
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from references import double_loop, visible_keys
-from reliability.record import Part, is_full, note
+from reliability.trials import is_full
 from rsa_hf import rem_product
 
 EXAMPLES = 80 if is_full() else 12
@@ -140,7 +139,7 @@ def require_right(problem, roundings=64, floor=0.0):
 
 
 def test_extreme_values_rates_angles_and_masks(backend):
-    tried, dtypes, sizes = Counter(), DTYPES, SIZES
+    dtypes, sizes = DTYPES, SIZES
     if backend == "triton":
         dtypes, sizes = (torch.float32, torch.bfloat16, torch.float16), SIZES[:2]  # subnormal numbers may count as 0
 
@@ -150,10 +149,8 @@ def test_extreme_values_rates_angles_and_masks(backend):
         # For 16-bit values the kernels split a weight into two 16-bit numbers. float16 has none below 2^-24.
         is_split = backend == "triton" and problem[0][0].dtype != torch.float32
         require_right(problem, **({"roundings": 1024, "floor": 2.0**-23} if is_split else {}))
-        tried["right"] += 1
 
     test()
-    note(Part.NUMBERS, f"P V of extreme values, rates, angles, dilations and masks: {backend}", tried)
 
 
 @pytest.mark.usefixtures("cpu_backend")
@@ -202,5 +199,3 @@ def test_long_texts_in_float32_agree_with_float64(dtype, is_broken, backend, mon
         allowed = 64 * torch.finfo(torch.float32).eps * size + torch.finfo(mine.dtype).eps * right.abs() + 1e-30
         worst = max(worst, float(((mine.double() - right).abs() / allowed).nan_to_num(math.inf).max()))
     assert (worst > 1) is is_broken
-    kind = f"P V of {LONG:,} positions in {dtype}, rates up to 1{', rounded' * is_broken}: {backend or 'default'}"
-    note(Part.NUMBERS, kind, {"largest error / allowed": worst})

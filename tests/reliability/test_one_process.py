@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from architectures import build_adapted
 from families import VOCAB, build_language_model
 from models import tiny
-from reliability.record import Part, is_full, note, resident_bytes
+from reliability.trials import is_full
 from rsa_hf import patch_model, unpatch_model
 
 FAMILIES = ("gpt2", "llama", "bloom")
@@ -107,7 +107,12 @@ def test_the_default_dtype_of_the_process_changes_nothing(family):
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc, which Linux has")
 
 
-def require_flat(model, kind, count, repeat):
+def resident_bytes():
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_flat(model, count, repeat):
     """Call `repeat` with 0 … count − 1, and compare what the process holds in the first and the last quarter."""
     samples = []
     for i in range(count):
@@ -123,8 +128,6 @@ def require_flat(model, kind, count, repeat):
     assert more_bytes <= MOST_BYTES
     assert more_objects <= MOST_OBJECTS
     assert {s[2] for s in last} == {s[2] for s in first}
-    measured = {"bytes more in the last quarter": more_bytes, "objects more": more_objects}
-    note(Part.MANY_MODELS, f"{count:,} {kind}", measured)
 
 
 @needs_proc
@@ -137,7 +140,7 @@ def test_patching_and_unpatching_leak_nothing(family):
         patch_model(model, PLANS[i % 2])(input_ids=torch.tensor([[5, 6, 7, 8]]))
         unpatch_model(model)
 
-    require_flat(model, f"times patched and unpatched: {family}", CYCLES, cycle)
+    require_flat(model, CYCLES, cycle)
 
 
 @needs_proc
@@ -154,4 +157,4 @@ def test_generating_leaks_nothing(family):
         if family == "gpt2" and cache.get_seq_length() == 120:
             cache.crop(-60)
 
-    require_flat(model, f"steps of generation with a cache: {family}", STEPS, step)
+    require_flat(model, STEPS, step)
