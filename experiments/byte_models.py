@@ -15,6 +15,7 @@ from rsa_hf.tasks.language_modeling import PreparedText
 from rsa_hf.tasks.text_scores import evaluate_language_model
 
 PATIENCE = 5  # evaluations
+TEST_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ SHAPES = {
     "0.1M": Shape(2, 64, 8, 128, 8),
     "1M": Shape(4, 128, 8, 256, 16),
     "1.5M": Shape(5, 144, 8, 256, 16),
-    "10M": Shape(8, 320, 8, 512, 16),
 }
 
 
@@ -84,10 +84,10 @@ def bits_per_byte(model: Any, text: Any, rows: int = 32) -> float:
     return evaluate_language_model(model, text, rows)["bits_per_byte"]
 
 
-def bits_by_part(model: Any, text: Any, parts: int = 20) -> list[float]:
+def bits_by_part(model: Any, text: Any) -> list[float]:
     """The same of consecutive parts of a text of bytes, or of characters, which are equally long."""
-    size = len(text.token_ids) // parts
-    pieces = text.token_ids[: parts * size].split(size)
+    size = len(text.token_ids) // TEST_PARTS
+    pieces = text.token_ids[: TEST_PARTS * size].split(size)
     return [bits_per_byte(model, replace(text, token_ids=piece, num_bytes=size - 1)) for piece in pieces]
 
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from experiments import byte_models, language_model
-from experiments.byte_models import SHAPES, bits_by_part, bits_per_byte, train_on_bytes
-from experiments.corpora import read_corpus, read_part
+from experiments.byte_counts import score_counts
+from experiments.byte_models import SHAPES, TEST_PARTS, bits_by_part, bits_per_byte, train_on_bytes
+from experiments.corpora import read_corpus, read_part, training_blocks
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import count_parameters, default_device
@@ -29,6 +30,7 @@ from experiments.runner.summary import Conclusion, Rows, Settings, Values, weake
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 
 ARMS = ("plain", CONVOLUTION, DEFAULT)
+COUNTS = "byte counts"  # of what byte models read; they have no learning rate
 TRANSFORMER_XL = "transformer-xl"
 # Model, text, steps.
 CASES: dict[Size, list[tuple[str, str, int]]] = {
@@ -53,8 +55,14 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
     return [
         {**dict(zip(GROUP, case, strict=True)), "scored": SCORED_BYTES[size], **each}
         for case in CASES[size]
-        for each in combinations(arm=ARMS, learning_rate=RATES, seed=range(seeds))
+        for each in combinations(arm=ARMS, learning_rate=RATES, seed=range(seeds)) + counted(case[0], seeds)
     ]
+
+
+def counted(model: str, seeds: int) -> list[dict[str, Any]]:
+    """The runs of counts beside those of a model."""
+    arms = () if model == TRANSFORMER_XL else (COUNTS,)
+    return combinations(arm=arms, learning_rate=(0.0,), seed=range(seeds))
 
 
 def measure(settings: Settings) -> Values:
@@ -65,9 +73,11 @@ def measure(settings: Settings) -> Values:
     """
     arm, rate, seed, steps = (settings[name] for name in ("arm", "learning_rate", "seed", "steps"))
     torch.manual_seed(seed)
+    evaluated: list[float] = []
     model: Any
     validation: Any
     test: Any
+    text: Any
     if settings["model"] == TRANSFORMER_XL:
         segments = (language_model.SEGMENT, language_model.BATCH)
         train, validation, test, symbols = language_model.read_segments(
@@ -87,11 +97,15 @@ def measure(settings: Settings) -> Values:
             text = read_corpus(corpus, 10**9, settings["scored"], shape.block)
             training = {"evaluations": 0}
         validation, test = text.validation, text.test
+        if arm == COUNTS:
+            read = training_blocks(text).token_ids[: None if megabytes else steps * shape.batch * shape.block]
+            score, parts = score_counts(read, text.validation.token_ids, text.test.token_ids, TEST_PARTS)
+            return {VALIDATION: score, TEST: statistics.fmean(parts), PARTS: parts}
         model = make_variant(arm, byte_models.build(family, shape), shape.block).to(default_device())
-        train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, seed=seed, **training)
+        evaluated = train_on_bytes(model, text, shape, learning_rate=rate, steps=steps, seed=seed, **training)
     parts = bits_by_part(model, test)
     scores = {VALIDATION: bits_per_byte(model, validation), TEST: statistics.fmean(parts), PARTS: parts}
-    return {**scores, PARAMETERS: float(count_parameters(model))}
+    return {**scores, PARAMETERS: float(count_parameters(model)), "evaluations": float(len(evaluated))}
 
 
 COMPARISON = Comparison(

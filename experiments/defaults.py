@@ -181,7 +181,7 @@ def is_out(rows: Rows, arm: str) -> list[str]:
 
 
 def conclude(rows: Rows) -> Conclusion:
-    """Confirmed if a candidate that is not out has a better mean rank than the convolution, and the plain model."""
+    """What the rule chooses: a candidate that is not out, with a better mean rank than the rivals."""
     ranks = mean_ranks(rows)
     candidates = [arm for arm in ranks if arm not in RIVALS and not is_out(rows, arm)]
     findings = tuple(
@@ -197,7 +197,7 @@ def conclude(rows: Rows) -> Conclusion:
     chosen = candidates[0]
     is_best = all(ranks[chosen] < ranks.get(rival, float("inf")) for rival in RIVALS)
     sentence = f"The rule chooses: {chosen}, of {len(ranks)} candidates and rivals that have run all tasks."
-    return Conclusion("confirmed" if is_best else "not confirmed", f"chosen: {chosen}", sentence, findings)
+    return Conclusion("chosen" if is_best else "not confirmed", f"chosen: {chosen}", sentence, findings)
 
 
 EXPERIMENT = compare_variants(

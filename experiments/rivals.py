@@ -18,7 +18,7 @@ import torch
 
 from experiments import byte_models, confirmation
 from experiments.byte_models import SHAPES, amount_until
-from experiments.confirmation import GROUP, PARAMETERS, PART_OF, PARTS, RATES, SCORED_BYTES, TEST, VALIDATION
+from experiments.confirmation import COUNTS, GROUP, PARAMETERS, PART_OF, PARTS, RATES, SCORED_BYTES, TEST, VALIDATION
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, difference_by_part
 from experiments.runner.experiment import Size, combinations
 from experiments.runner.fit import default_device, step_time_ratio
@@ -58,12 +58,15 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
         for case in CASES[size]
         for rates in [(3e-5, 1e-4, *RATES, 1e-1, 3e-1) if PART_OF in case[1] else RATES]
         for each in combinations(arm=(*RIVALS, *RSA), learning_rate=rates, seed=range(seeds))
+        + confirmation.counted(case[0], seeds)
         if each["arm"] not in OF_GPT2 or case[0].startswith("gpt2")
     ]
 
 
 def measure(settings: Settings) -> Values:
     """The scores of `confirmation`, and the time of a step relative to the plain model's."""
+    if settings["arm"] == COUNTS:
+        return confirmation.measure(settings)
     family, _, size = settings["model"].split()
     shape = SHAPES[size]
     plain, model = (byte_models.build(family, shape).to(default_device()) for _ in range(2))  # type: ignore[arg-type]

@@ -93,8 +93,8 @@ class RSAConfig:
     regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6, section 3); the i-th cos head
     and the i-th sin head are a pair, and share (ν, θ). `heads` names single heads instead.
 
-    The defaults keep a pretrained model nearly as it was. `rsa_hf.calibrate` gains more (RESULTS.md): it names the
-    heads on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
+    The defaults change a pretrained model little. `rsa_hf.calibrate` makes it better (RESULTS.md): it names the heads
+    on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).

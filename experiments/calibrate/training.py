@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,25 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.data import default_collate
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rsa_hf.peft
-from experiments.calibrate.variants import LORA, PLAIN, make_variant
+from experiments.calibrate.variants import CALIBRATED_BIAS, LORA, PLAIN, TOKEN_BIAS, add_token_bias, make_variant
+from experiments.corpora import in_blocks, portion, read_splits, training_blocks
 from experiments.pretrained import load_pretrained
-from experiments.pretrained_tasks import Task, defect_task, text_task
 from experiments.runner.files import cached
 from experiments.runner.fit import adamw_linear_decay, batch_loss, default_device, fit
 from experiments.runner.summary import Settings, Values
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.calibration import run_calibration
+from rsa_hf.tasks.language_modeling import PreparedText
+from rsa_hf.tasks.text_data import line_boundary
+from rsa_hf.tasks.text_scores import evaluate_language_model
 
 # What is trained.
 NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everything", "lora"
-DEVIGN = "devign"
-SCHEDULE = "warmup_stable_decay"  # of the byte-level models
+EVALUATION_TOKENS = 4096  # per batch; logits over a large vocabulary need much memory
 LORA_RANK = 8
 LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
 
@@ -37,9 +40,9 @@ def measure(settings: Settings) -> Values:
     """Train one variant and score it. With a seed all variants see the same data in the same order."""
     seed, trained, arm = settings["seed"], settings["trained"], settings["arm"]
     with torch.random.fork_rng():
-        model, make_task, found = find_calibration(settings)
+        model, text, found = find_calibration(settings)
         weights = [float(int(found["weights"], 16))]
-        task, plan = make_task(seed), RSAConfig.from_dict(found["config"])
+        plan = RSAConfig.from_dict(found["config"])
         torch.manual_seed(seed)
         if trained == LORA_TRAINED:
             variant = _with_lora(arm, model, plan)
@@ -48,12 +51,14 @@ def measure(settings: Settings) -> Values:
             if trained != EVERYTHING:
                 _freeze_weights(variant, arm, trained)
         variant = variant.to(default_device())
+        if arm in (TOKEN_BIAS, CALIBRATED_BIAS):
+            add_token_bias(variant.eval(), _batches_to_calibrate_on(text, settings))
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if numbers:
-            _train(variant, task, settings)
-        values: Values = {"score": task.score(variant, "test"), "numbers": float(numbers), "weights": weights}
+            _train(variant, text, settings)
+        values: Values = {"score": _score(variant, text.test), "numbers": float(numbers), "weights": weights}
         if trained != NOTHING:
-            values["validation"] = task.score(variant, "validation")
+            values["validation"] = _score(variant, text.validation)
     return values | {
         "chosen heads": float(len(plan.heads or ())),
         "checked gain": found["gain"],
@@ -61,29 +66,41 @@ def measure(settings: Settings) -> Values:
     }
 
 
-def find_calibration(settings: Settings) -> tuple[PreTrainedModel, Callable[[int], Task], Mapping[str, Any]]:
-    """A pretrained model; its task, by the seed that chooses the portion to train on; what `run_calibration` finds.
+def find_calibration(settings: Settings) -> tuple[PreTrainedModel, PreparedText, Mapping[str, Any]]:
+    """A pretrained model, its text, and what `run_calibration` finds on rows of it.
 
-    That is computed once, on rows of the task; `weights` is a digest of the model's weights.
+    That is computed once; `weights` is a digest of the model's weights.
     """
-    torch.manual_seed(settings["seed"])  # of a classifier's new head
-    model, tokenizer = load_pretrained(settings["model"], settings["layers"], settings["pretraining_steps"], SCHEDULE)
-    data = {name: settings[name] for name in ("share", "most", "scored", "length")}
-
-    def make_task(seed: int) -> Task:
-        if settings["task"] == DEVIGN:
-            return defect_task(tokenizer, **data, seed=seed)
-        return text_task(settings["task"], tokenizer, **data, seed=seed, test_seed=settings["seed"])
+    model, tokenizer = load_pretrained(settings["model"], settings["pretraining_steps"])
+    text = _read_text(settings, tokenizer)
 
     def calibrate(path: Path) -> None:
-        found = _calibrate(model, make_task(settings["seed"]), settings)
-        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(_calibrate(model, text, settings)) + "\n", encoding="utf-8")
 
-    names = ("model", "task", "share", "length", "rows", "seed", "layers", "pretraining_steps", "most")
+    names = ("model", "task", "share", "length", "rows", "seed", "pretraining_steps", "most")
     weights = _digest(model)
     depends_on = {name: settings[name] for name in names} | {"weights": weights}
     path = cached(f"calibration-{settings['model']}", depends_on, ".json", calibrate)
-    return model, make_task, json.loads(path.read_text(encoding="utf-8")) | {"weights": weights}
+    return model, text, json.loads(path.read_text(encoding="utf-8")) | {"weights": weights}
+
+
+def _read_text(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> PreparedText:
+    """`wikitext-2`, or functions of `python` or `c`, in blocks of tokens, without a tokenizer of bytes.
+
+    The seed chooses the share of the training text, of which `most` bytes count as all, and the test text. At most
+    `scored` bytes of the validation and test text are scored.
+    """
+    task, seed, scored = settings["task"], settings["seed"], settings["scored"]
+    texts = dict(read_splits("python functions" if task == "python" else task))
+    train = texts["train"][: line_boundary(texts["train"], 0, settings["most"])]
+    texts["train"] = portion(train, settings["share"], seed)
+    texts["test"] = portion(texts["test"], min(1, scored / len(texts["test"])), seed)
+    return in_blocks(texts, tokenizer, settings["length"], scored)
+
+
+def _score(model: Any, text: Any) -> float:
+    rows = max(1, EVALUATION_TOKENS // text.block_size)
+    return evaluate_language_model(model, text, rows)["loss_nats_per_token"]
 
 
 def _digest(model: nn.Module) -> str:
@@ -95,14 +112,19 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()[:12]
 
 
-def _calibrate(model: PreTrainedModel, task: Task, settings: Settings) -> dict[str, Any]:
-    """What `run_calibration` finds on random rows of a task."""
-    chosen = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(settings["seed"]))
-    rows = [task.rows[i] for i in chosen[: settings["rows"]].tolist()]
-    batches = [{**task.collate(rows[i : i + 4])} for i in range(0, len(rows), 4)]
+def _batches_to_calibrate_on(text: PreparedText, settings: Settings) -> list[dict[str, Tensor]]:
+    """Random rows of the text to train on, in batches."""
+    blocks = training_blocks(text)
+    chosen = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(settings["seed"]))
+    rows = [blocks[i] for i in chosen[: settings["rows"]].tolist()]
+    return [default_collate(rows[i : i + 4]) for i in range(0, len(rows), 4)]
+
+
+def _calibrate(model: PreTrainedModel, text: PreparedText, settings: Settings) -> dict[str, Any]:
+    """What `run_calibration` finds on these rows."""
     model.to(default_device())  # type: ignore[arg-type]
     limits = {"max_rows": settings["rows"], "seed": settings["seed"]}
-    found = run_calibration(model, batches, **limits, progress=False).to_dict()
+    found = run_calibration(model, _batches_to_calibrate_on(text, settings), **limits, progress=False).to_dict()
     return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 
 
@@ -122,12 +144,12 @@ def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
         parameter.requires_grad_(trained == NUMBERS and parameter in numbers)
 
 
-def _train(model: nn.Module, task: Task, settings: Settings) -> None:
+def _train(model: nn.Module, text: PreparedText, settings: Settings) -> None:
     """Train in place; models from packages in mixed precision, in bfloat16."""
     steps = settings["steps"]
     torch.manual_seed(settings["seed"])  # the same dropout for all variants
     optimizer, schedule = adamw_linear_decay(model, settings["learning_rate"], steps)
-    loss_of_batch = batch_loss(model, task.rows, settings["batch"], settings["seed"], task.collate)
+    loss_of_batch = batch_loss(model, training_blocks(text), settings["batch"], settings["seed"])
     precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])
 
     def loss(step: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 * `plain`: the model as it is.
 * `calibrated`: the plan that `calibrate` returns.
+* `token bias`: the logits shifted by how much more often a token occurs in the rows to calibrate on than the model
+  expects; `calibrated with token bias`: that of the calibrated model.
 * `no recurrence`: the calibrated heads and gates with P = 0.
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
@@ -10,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import peft
@@ -23,6 +26,7 @@ from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
 
 PLAIN, CALIBRATED, LORA = "plain", "calibrated", "smallest lora"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
+TOKEN_BIAS, CALIBRATED_BIAS = "token bias", "calibrated with token bias"
 
 
 def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
@@ -32,7 +36,7 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     if variant == ALL_SCALED:
         places = range(model.config.num_hidden_layers), range(model.config.num_attention_heads)
         plan = RSAConfig(heads=tuple(HeadConfig(i, j, "regular", 0.5, 0.0) for i in places[0] for j in places[1]))
-    if variant == PLAIN or plan.heads == ():
+    if variant in (PLAIN, TOKEN_BIAS) or plan.heads == ():
         return model
     patch_model(model, plan)
     for module, heads in patched_modules(model):
@@ -41,6 +45,19 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
         elif variant in (SCALED, ALL_SCALED):
             module.rsa = ScaledHeads(heads)
     return model
+
+
+@torch.no_grad()
+def add_token_bias(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> None:
+    """Add to the logits of each token log((n + 1) / (p + 1)), with its count n in some rows and the model's sum p."""
+    counts, expected = torch.ones(2, model.config.vocab_size, dtype=torch.float64, device=model.device)
+    for batch in batches:
+        ids = batch["input_ids"].to(model.device)
+        counts += ids[:, 1:].flatten().bincount(minlength=len(counts))
+        expected += model(input_ids=ids).logits[:, :-1].float().softmax(-1).sum((0, 1))
+    bias = (counts / expected).log()
+    head: nn.Module = model.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, logits: logits + bias.to(logits))
 
 
 class ScaledHeads(RSAHeads):

@@ -13,7 +13,7 @@ from scipy.stats import t
 Settings = Mapping[str, Any]  # of one run: variant, seed, sizes
 Values = dict[str, Any]  # measured numbers by name; lists of numbers are for the figure
 LEVEL = 0.05  # of tests; intervals have 95 %
-Verdict = Literal["not confirmed", "not measurable at this size", "confirmed"]
+Verdict = Literal["not confirmed", "not measurable at this size", "chosen", "confirmed"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,8 @@ class Row:
         """Student's t, two-sided, of the mean against `even`; NaN without an interval."""
         half = (self.high - self.low) / 2
         if half == 0:
-            return 0.0
-        return float(
-            2 * t.sf(abs(self.mean - even) / half * t.ppf(0.5 + (1 - LEVEL) / 2, self.seeds - 1), self.seeds - 1)
-        )
+            return float(self.mean == even)
+        return float(2 * t.sf(abs(self.mean - even) / half * t.ppf(1 - LEVEL / 2, self.seeds - 1), self.seeds - 1))
 
     def text(self, number_format: str) -> str:
         """Mean and interval, each in a format such as `+.3f`; the mean alone where all values agree."""
@@ -112,18 +110,18 @@ class Rows(list[Row]):
 
         Confirmed if every row is significantly below `even`; not confirmed if one is significantly not; not measurable
         otherwise, where chance may have decided. A single seed has no interval: it cannot confirm a claim, but it can
-        fail it. The same holds for an infinite mean, of a run with RSA that diverged.
+        fail it. The same holds for an infinite mean, of a run with RSA that diverged, and where all seeds are even.
         """
         decided = zip(self, self.significant(even), strict=True)
-        if any(row.mean >= even and (differs or math.isnan(row.low)) for row, differs in decided):
+        if any(row.mean >= even and (differs or not row.low < row.high) for row, differs in decided):
             return "not confirmed"
         return "confirmed" if self.below(even) == len(self) else "not measurable at this size"
 
     def undecided(self, even: float) -> str:
         """A sentence on the comparisons that chance may have decided; empty if there are none."""
-        # An infinite mean has no interval either, but it decides against the claim.
+        # An infinite mean has no interval either, but it decides against the claim, as equal values do.
         decided = zip(self, self.significant(even), strict=True)
-        count = sum(not differs and not math.isinf(row.mean) for row, differs in decided)
+        count = sum(not (differs or math.isinf(row.mean) or row.low == row.high) for row, differs in decided)
         if not count:
             return ""
         return f" {count} of {len(self)} comparisons are undecided: they need more seeds or longer training."

@@ -1,5 +1,6 @@
 """The experiment `calibrate`: its variants against plain arithmetic, and what is calibrated on what."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -59,3 +60,13 @@ def test_factors_scale_attention():
     for (_, heads), (_, of) in zip(patched_modules(scaled), patched_modules(calibrated), strict=True):
         heads.factor.copy_(-of.rates()["gate"] / heads.spec.layout.scale)
     torch.testing.assert_close(logits(scaled), logits(damped))
+
+
+@torch.no_grad()
+def test_a_token_bias_is_how_much_more_often_tokens_occur_than_expected():
+    model, rows = llama(), torch.randint(5, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    before = model(rows).logits
+    expected = before[:, :-1].softmax(-1).sum((0, 1))
+    bias = [math.log((int((rows[:, 1:] == i).sum()) + 1) / (float(expected[i]) + 1)) for i in range(256)]
+    v.add_token_bias(model, [{"input_ids": rows[:2]}, {"input_ids": rows[2:]}])
+    torch.testing.assert_close(model(rows).logits, before + torch.tensor(bias))
