@@ -90,7 +90,7 @@ programs:       ## TRL, lm-eval, sentence-transformers, … on patched models, i
 	.venv-programs/bin/pip install --quiet torch==2.13.0
 	.venv-programs/bin/pip install --quiet --constraint constraints.txt --editable '.[demo,programs]' setuptools wheel ninja
 	DS_BUILD_OPS=0 .venv-programs/bin/pip install --quiet --no-build-isolation deepspeed
-	RSA_HF_PROGRAMS_PAGE=PROGRAMS.md .venv-programs/bin/python -m pytest -m 'slow or not slow' tests/programs
+	PYTHONPATH=scripts .venv-programs/bin/python -m pytest -p programs_page -m 'slow or not slow' tests/programs
 
 blimp:          ## BLiMP by lm-eval on SmolLM2, plain and patched: writes results/ (25 minutes on one core)
 	$(PYTHON) -m venv .venv-programs

@@ -151,13 +151,10 @@ def test_a_cache_whose_keys_are_selected_is_refused():
         checks.check_values(subject)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("doge", {"keep_window_size": 4}),
-        ("llama", {"layer_types": ["reference_sliding_attention"] * 2, "sliding_window": 4}),
-    ],
-)
+REFERENCE_WINDOW = {"layer_types": ["reference_sliding_attention"] * 2, "sliding_window": 4}  # of UnlimitedOCR
+
+
+@pytest.mark.parametrize(("family", "settings"), [("doge", {"keep_window_size": 4}), ("llama", REFERENCE_WINDOW)])
 @torch.no_grad()
 def test_a_cache_that_may_lack_keys_is_refused(family, settings):
     model, cache = patch_model(build(family, "causal-lm").model, RSAConfig(num_regular=1)), DynamicCache()

@@ -1,9 +1,8 @@
-"""Real programs and libraries on patched models; `make programs` writes PROGRAMS.md from these tests.
+"""Real programs and libraries on patched models; `make programs` runs them and writes PROGRAMS.md.
 
-Each test has the marker `program(name, what, refused=reason)`, which is its row on the page.
+Each test has the marker `program(name, what, refused=reason)`, of which scripts/programs_page.py makes its row.
 """
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -17,24 +16,7 @@ from families import tiny_config
 from launching import run_python
 from rsa_hf import RSAConfig, patch_model
 
-PAGE = "RSA_HF_PROGRAMS_PAGE"
-HEAD = """# Which programs RSA works with
-
-Written by `make programs` (tests/programs), not by hand. Each row is a test that runs the real program, or the real
-library, on a patched model, and checks what came out. Commands are started by `rsa-hf run`, as the programs know nothing
-of rsa_hf.
-
-| program | version | what was tried | outcome |
-|---|---|---|---|
-"""
 BIN = Path(sys.executable).parent
-OUTCOMES = {"passed": "works", "failed": "**fails**"}
-
-# A row for a program that no test can run, with the reason.
-WHY_NOT = "its releases need transformers below 5; `torch.onnx.export` works, see docs/hub.md"
-NOT_TRIED = ("optimum-onnx", "export to ONNX", f"not tried: {WHY_NOT}")
-
-rows = {}
 
 
 def pytest_configure(config):
@@ -46,38 +28,6 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("program"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    marker = item.get_closest_marker("program")
-    if marker is None or (report.when != "call" and report.passed) or report.when == "teardown":
-        return
-    name, what = marker.args
-    outcome = OUTCOMES.get(report.outcome)
-    if report.passed and marker.kwargs.get("refused"):
-        outcome = f"refused: {marker.kwargs['refused']}"
-    elif report.skipped:
-        outcome = f"not tried: {report.longrepr[2].removeprefix('Skipped: ')}"
-    rows[item.nodeid] = (name, what, outcome)
-
-
-def pytest_sessionfinish():
-    page = os.environ.get(PAGE)
-    if page and rows:
-        made = [*rows.values(), NOT_TRIED]
-        lines = [f"| {name} | {_version(name)} | {what} | {outcome} |\n" for name, what, outcome in made]
-        ours = ("rsa_hf", "transformers", "torch", "peft", "accelerate")
-        found = ", ".join(f"{name} {_version(name)}" for name in ours)
-        Path(page).write_text(f"{HEAD}{''.join(lines)}\nWith {found}, on the CPU.\n", encoding="utf-8")
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "–"
 
 
 @pytest.fixture(scope="session")
