@@ -88,7 +88,7 @@ def patch_model(
         )
     base = model.base_model
     # DINOv3's base is an encoder of hidden states.
-    takes_inputs = base.main_input_name in inspect.signature(base.forward).parameters
+    takes_inputs = getattr(base, "main_input_name", "input_ids") in inspect.signature(base.forward).parameters
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
     whole = shared_copy(base if takes_inputs else model).eval()
     trial: Any = whole if takes_inputs else whole.base_model
