@@ -117,7 +117,8 @@ def _random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         takes = getattr(model, "main_input_name", "other inputs")
         raise ValueError(f"{type(model).__name__} takes {takes}: only models that take input_ids can be checked.")
     settings = (*vars(config).items(), *vars(config.get_text_config()).items())
-    special = {value for key, value in settings if key.endswith(("_token_id", "_token_index"))}
+    given = [value for key, value in settings if key.endswith(("_token_id", "_token_index"))]
+    special = {token for each in given for token in (each if isinstance(each, list) else [each])}  # Llama 3 has a list
     tokens = torch.tensor([i for i in range(min(vocab_size, 5000)) if i not in special] or [0], device="cpu")
     generator = torch.Generator().manual_seed(0)
 

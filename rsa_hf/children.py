@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import LayerSpec
@@ -33,8 +34,22 @@ def is_peft_wrapper(module: nn.Module) -> bool:
 
 
 def shared_copy(model: Model) -> Model:
-    """A copy that shares every parameter and buffer with the model."""
-    return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
+    """A copy that shares every tensor and hook with the model.
+
+    A ValueError if a module holds what cannot be copied.
+    """
+    memo: dict[int, Any] = {id(each): each for each in itertools.chain(model.parameters(), model.buffers())}
+    for module in model.modules():
+        # A weight that pruning or weight_norm computes, or an output that is kept, may be inside a graph.
+        memo |= {id(each): each for each in vars(module).values() if isinstance(each, Tensor)}
+        memo |= {id(hooks): hooks.copy() for hooks in (module._forward_hooks, module._forward_pre_hooks)}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"this {type(model).__name__} cannot be copied for a trial run ({type(error).__name__}: {error}). Patch "
+            "it before fully_shard, and before modules are given what cannot be copied."
+        ) from error
 
 
 def rsa_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -77,7 +92,7 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads
         parameter = next(module.parameters(), None)
         # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
         # create some of their parameters elsewhere while the rest of the model is built there.
-        with nullcontext() if parameter is None else parameter.device:
+        with torch.inference_mode(False), nullcontext() if parameter is None else parameter.device:
             child = RSAHeads(spec)
         module.add_module("rsa", child.train(module.training))
         new.append(child)

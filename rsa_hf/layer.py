@@ -31,6 +31,7 @@ from rsa_hf.rem import KINDS, Rems, decay_rates
 logger = logging.get_logger(__name__)
 
 PARAMETERS = ("mu", "eta", "nu", "theta", "free_lags")
+SHUT = 1e4  # largest |μ| at the start: σ(−SHUT) is exactly 0, and averages of it, unlike those of −∞, are no NaN
 
 
 class RSAHeads(nn.Module):
@@ -56,7 +57,7 @@ class RSAHeads(nn.Module):
     theta: nn.Parameter | None
     free_lags: nn.Parameter | None
     architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
-    model_config: Any = None  # of the model, if there is a row
+    model_config: Any = None  # of the model, if there is a row whose direction follows it
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
@@ -77,6 +78,7 @@ class RSAHeads(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None and parameter.device.type != "meta":
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
+                start = start.clamp(-SHUT, SHUT) if name == "mu" else start
                 start = start if name == "free_lags" else start / self.spec.layout.scale
                 if isinstance(parameter, DTensor):  # each process has the start: None sends nothing
                     start = distribute_tensor(start, parameter.device_mesh, parameter.placements, src_data_rank=None)

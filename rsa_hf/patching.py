@@ -299,7 +299,8 @@ def _default_inputs(base: nn.Module) -> dict[str, Any]:
         )
     config: Any = base.config
     text = config.get_text_config()
-    special = {getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    given = [getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
+    special = {token for each in given for token in (each if isinstance(each, list) else [each])}  # Llama 3 has a list
     token = next(token for token in range(len(special) + 1) if token not in special)
     device = next((p.device for p in base.parameters()), torch.device("cpu"))
     inputs = {"input_ids": torch.full((1, PROBE_LENGTH), token, device=device)}

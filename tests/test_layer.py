@@ -41,6 +41,14 @@ def test_parameters_stay_float32_when_the_model_is_cast(cast):
         assert value.dtype == torch.float32
 
 
+@pytest.mark.parametrize("gate", [-math.inf, math.inf])
+def test_an_average_of_gates_that_start_shut_or_open_is_shut_or_open(gate):
+    heads = make(gate_init=gate)
+    with torch.no_grad():
+        heads.mu.copy_(heads.mu.lerp(heads.mu, 0.1))
+    assert heads.rates()["gate"].tolist() == [float(gate > 0)]
+
+
 def test_parameters_that_trl_has_rounded_learn_in_float32():
     heads, attention, value = make(), torch.randn(2, 5, 7, 4), torch.randn(2, 7, 5, 4)
     for parameter in heads.parameters():

@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, EncoderDecoderConfig, EncoderDecoderModel
 
 from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, build, inputs, move_rates, tiny_config, tokens
 from model_state import assert_refused, assert_same_state, state_of
 from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
+from rsa_hf.checks import examine
 from rsa_hf.saved_plan import saved_plans
 
 
@@ -29,6 +31,13 @@ def test_a_shut_gate_and_unpatching_give_the_plain_model_bit_for_bit(family, att
         assert not is_patched(model)
         assert_same_state(model, before)
         assert torch.equal(model(**batch)[0], expected)
+
+
+def test_a_model_with_several_end_tokens_can_be_patched_and_checked():
+    """Llama 3's and Gemma 3's chat models name a list as eos_token_id."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", eos_token_id=[1, 2, 3]))
+    assert is_patched(patch_model(model))
+    assert [name for verdict, name, _ in examine(model) if verdict == "FAIL"] == []
 
 
 def test_patching_again_does_nothing_with_the_same_plan_and_is_refused_with_another():
@@ -215,6 +224,23 @@ def test_a_forward_that_was_replaced_on_an_instance_is_named():
     model.layers[1].self_attn.forward = lambda *args, **keywords: original(*args, **keywords)
     with pytest.raises(ValueError, match="LlamaAttention.*replaced on an instance"):
         patch_model(model)
+
+
+@torch.no_grad()
+def test_weights_that_a_hook_computes_are_patched_too():
+    model, batch = build("llama"), inputs("llama")
+    with torch.enable_grad():
+        prune.random_unstructured(model.layers[0].self_attn.v_proj, "weight", 0.5)
+    expected = model(**batch)[0]
+    assert torch.equal(patch_model(model, RSAConfig(gate_init=-math.inf))(**batch)[0], expected)
+
+
+def test_a_model_that_is_patched_in_inference_mode_can_be_trained():
+    model = build("llama")
+    with torch.inference_mode():
+        patch_model(model, RSAConfig())
+    model(**inputs("llama"))[0].sum().backward()
+    assert model.layers[0].self_attn.rsa.mu.grad.abs().sum() > 0
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -145,7 +145,7 @@ def connect(model: nn.Module) -> None:
             continue
         wrap_class(row.path, row.name)
         if (heads := heads_of(module)) is not None:
-            heads.architecture, heads.model_config = row, config_of.get(module)
+            heads.architecture, heads.model_config = row, None if row.is_always_causal else config_of.get(module)
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
             module._old_forward = type(module).forward.__get__(module)

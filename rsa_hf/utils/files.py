@@ -19,7 +19,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
         return
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # each rank of a run may compile the C++
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

@@ -31,6 +31,11 @@ def test_the_config_says_the_direction(name, causal, tmp_path):
     assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("name", ["gpt_neo", "openai-gpt"])
+def test_a_class_that_does_not_read_the_config_stays_causal(name):
+    assert effect_of_later_tokens(patch_model(build_with(name, is_causal=False), ALL_HEADS)) == 0
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
 def test_layers_that_look_both_ways_find_their_place_in_a_static_cache(attention, monkeypatch):

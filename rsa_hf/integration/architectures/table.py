@@ -30,6 +30,7 @@ class Architecture:
     run: Run = field(default=run_attn, repr=False)
     method: str = "_attn"  # the method that is wrapped
     parameters: tuple[str, ...] = ("query", "key", "value", "attention_mask")  # those of the method that `run` reads
+    is_always_causal: bool = False  # by a mask of its own, or flash attention's, whatever `config.is_causal` says
 
     @property
     def path(self) -> str:
@@ -42,7 +43,7 @@ def _forward(model: str, name: str, heads: str, **options: Any) -> Architecture:
     parameters = ["hidden_states", "attention_mask", *(options[key] for key in ("cache", "others") if key in options)]
     if options.get("positions"):
         parameters.append("position_ids")
-    return Architecture(model, name, own_forward(heads, **options), "forward", tuple(parameters))
+    return Architecture(model, name, own_forward(heads, **options), "forward", tuple(parameters), "Flash" in name)
 
 
 _ENCODER_DECODER: dict[str, Any] = {"cache": CACHE, "causal": "is_decoder"}
@@ -68,7 +69,7 @@ ARCHITECTURES = (
     _forward("falcon", "FalconFlashAttention2", positions=True, **_DENSE),
     # GPT-2's attention uses the interface except with `reorder_and_upcast_attn`.
     Architecture("gpt2", "GPT2Attention", **_UPCAST),
-    Architecture("gpt_neo", "GPTNeoSelfAttention", run_gpt_neo),
+    Architecture("gpt_neo", "GPTNeoSelfAttention", run_gpt_neo, is_always_causal=True),
     _forward("gpt_neo", "GPTNeoFlashAttention2", "num_heads", cache="layer_past", projection="out_proj"),
     Architecture("gpt_neox_japanese", "GPTNeoXJapaneseAttention"),
     Architecture("gptj", "GPTJAttention"),
@@ -78,7 +79,7 @@ ARCHITECTURES = (
     _forward("mpnet", "MPNetSelfAttention", "num_attention_heads", source="v", projection="o", causal=False),
     _forward("mpt", "MptAttention", "n_heads", cache=CACHE, projection="out_proj", read_mask=torch.logical_not),
     _forward("mvp", "MvpAttention", **_BART),
-    Architecture("openai", "Attention", run_openai_gpt, parameters=("q", "k", "v", "attention_mask")),
+    Architecture("openai", "Attention", run_openai_gpt, "_attn", ("q", "k", "v", "attention_mask"), True),
     _forward("rembert", "RemBertSelfAttention", **_BERT),
     _forward("roformer", "RoFormerSelfAttention", **_BERT),
     _forward("trocr", "TrOCRAttention", **_BART),
