@@ -21,8 +21,8 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import RSAConfig
+from rsa_hf.integration.peft.adapter_hooks import HUB_OPTIONS, install
 from rsa_hf.integration.peft.adapter_plan import drop_base, has_rsa, plan_of, require_same_base
-from rsa_hf.integration.peft.hooks import HUB_OPTIONS, install
 from rsa_hf.patching import is_patched, patch_model, unpatch_model
 
 __all__ = ["get_peft_model", "load", "rsa_only_config", "with_rsa"]

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from rsa_hf.calibration.choice import Choice, choose, in_errors, score
 from rsa_hf.calibration.gradients import IGNORED_LABEL, ProbedModel, take_rows
-from rsa_hf.calibration.report import CalibratedHead, Calibration
+from rsa_hf.calibration.result import CalibratedHead, Calibration
 from rsa_hf.config import RSAConfig
 from rsa_hf.patching import is_patched
 

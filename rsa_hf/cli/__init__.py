@@ -22,7 +22,7 @@ from rsa_hf.cli.evaluate import evaluate
 from rsa_hf.cli.inspect import inspect
 from rsa_hf.cli.patch import patch
 from rsa_hf.cli.predict import predict
-from rsa_hf.cli.run import PASS_THROUGH, run
+from rsa_hf.cli.run_program import PASS_THROUGH, run
 from rsa_hf.cli.train import train
 
 __all__ = ["main"]

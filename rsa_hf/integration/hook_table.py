@@ -1,4 +1,4 @@
-"""The table of all that rsa_hf hooks in transformers and PEFT (`peft/hooks.py`): `HOOKS`.
+"""The table of all that rsa_hf hooks in transformers and PEFT (`peft/adapter_hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, except for the attention classes listed in `architectures/table.py`, which
 are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
@@ -16,7 +16,7 @@ from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.loading import wrap_load_from_checkpoint, wrap_load_pretrained_model, wrap_post_init
 from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
 from rsa_hf.integration.paged import wrap_init_continuous_batching
-from rsa_hf.integration.peft import hooks as peft_hooks
+from rsa_hf.integration.peft import adapter_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
 from rsa_hf.models import register_all
 
@@ -46,7 +46,7 @@ TRANSFORMERS_HOOKS = (
     Hook(BATCHING, "init_continuous_batching", wrap_init_continuous_batching, "keep it from flash attention", False),
 )
 
-HOOKS = (*TRANSFORMERS_HOOKS, *peft_hooks.HOOKS)
+HOOKS = (*TRANSFORMERS_HOOKS, *adapter_hooks.HOOKS)
 
 
 def install() -> None:
@@ -57,6 +57,6 @@ def install() -> None:
     install_hooks(TRANSFORMERS_HOOKS, what_fits())
     register_all()
     try:
-        peft_hooks.install()
+        adapter_hooks.install()
     except ImportError as error:
         logger.warning("Adapters with RSA heads cannot be saved or loaded: %s", error)

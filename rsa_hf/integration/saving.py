@@ -14,8 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import heads_of, is_peft_wrapper
 from rsa_hf.hub.card import clear_card, write_card
+from rsa_hf.integration.peft.adapter_hooks import saved_with_plan
 from rsa_hf.integration.peft.adapter_plan import add_plan
-from rsa_hf.integration.peft.hooks import saved_with_plan
 from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import SavedPlan, name_in_files, read_plan, saved_plans, with_parts
 from rsa_hf.utils.text import shorten

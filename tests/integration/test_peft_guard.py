@@ -17,7 +17,7 @@ from hub_stand_in import USER
 from peft_adapters import PLAN, base_model, disturb, logits, needs_own_adapters, trained_adapter
 from rsa_hf import RSAConfig, is_patched, patch_model
 from rsa_hf.integration.loading import _require_matching_keys
-from rsa_hf.integration.peft import hooks as peft_hooks
+from rsa_hf.integration.peft import adapter_hooks
 from rsa_hf.integration.peft.adapter_plan import describe_base, differing_weights
 from rsa_hf.peft import get_peft_model, load, with_rsa
 
@@ -72,8 +72,8 @@ def test_without_the_guard_peft_loses_the_heads_silently(adapter):
     remove_plan(adapter)
     batch = inputs("gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peft_hooks, "require_fit", lambda *_: None)
-        patch.setattr(peft_hooks, "require_tensors", lambda *_: None)
+        patch.setattr(adapter_hooks, "require_fit", lambda *_: None)
+        patch.setattr(adapter_hooks, "require_tensors", lambda *_: None)
         lost = PeftModel.from_pretrained(base_model("gpt2"), adapter)
     assert (logits(lost, batch) - logits(trained_adapter("gpt2"), batch)).abs().max() > 0.05
 
@@ -199,8 +199,6 @@ def test_weights_that_adapters_change_are_not_compared():
         (lambda t: [t.pop(key) for key in list(t) if ".rsa." in key], r"missing from the adapter.*\(8 in all\)"),
         (lambda t: t.update({FIRST.replace("h.0", "h.7"): t[FIRST].clone()}), "not in the model: transformer.h.7"),
         (lambda t: t.update({FIRST: torch.ones(3)}), r"mu has shape \(3,\) in the adapter, \(1,\) in the model"),
-        (lambda t: t.update({FIRST: torch.tensor([torch.nan])}), r"rsa.mu is \[nan\]"),
-        (lambda t: t.update({FIRST[:-2] + "nu": torch.tensor([0.0, torch.inf])}), r"rsa.nu is \[0.0, inf\]"),
     ],
 )
 def test_a_damaged_weights_file_is_an_error(adapter, change, words):

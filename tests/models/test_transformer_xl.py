@@ -13,7 +13,7 @@ from families import ATTENTIONS
 from models import tiny
 from models.tiny import BANDS, VOCAB, attention_by_hand, difference, text, values_and_gradients
 from references import relative_error
-from rsa_hf.models.attention import sinusoids, visibility
+from rsa_hf.models.interface_attention import sinusoids, visibility
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(GOLDEN.iterdir())

@@ -45,8 +45,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils.output_capturing import capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, visibility
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
+from rsa_hf.models.interface_attention import InterfaceAttention, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,

@@ -38,7 +38,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from rsa_hf.models.attention import InterfaceAttention, next_memory, visibility
+from rsa_hf.models.interface_attention import InterfaceAttention, next_memory, visibility
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,

@@ -36,7 +36,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
-from rsa_hf.models.attention import InterfaceAttention, sinusoids
+from rsa_hf.models.interface_attention import InterfaceAttention, sinusoids
 from rsa_hf.models.segments import (
     SegmentForCausalLM,
     SegmentForSequenceClassification,
