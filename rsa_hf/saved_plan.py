@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
@@ -21,7 +20,6 @@ from rsa_hf.utils.text import brief, shorten
 
 COUNTED, NAMED, FREE = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
-MAX_STORED = 1e12  # for a stored rate; times any parameter_scale and any lag it is still finite in float32
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|free_lags)$")  # a tensor of a checkpoint that belongs to RSA heads
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -163,25 +161,3 @@ def saved_plans(config: PreTrainedConfig) -> list[Any]:
 def with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """A config and the configs in it."""
     return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
-
-
-def require_number(name: str, parameter: Tensor) -> None:
-    """Check the stored values of an RSA parameter that was read from a file; `name` ends in the parameter's.
-
-    Raises:
-        TypeError: it holds no floating-point numbers.
-        ValueError: a gate is NaN, or a rate is not finite, or so large that no training can have brought it there.
-    """
-    if not parameter.is_floating_point():
-        raise TypeError(
-            f"{name} is of type {str(parameter.dtype).removeprefix('torch.')} in the checkpoint: floating-point "
-            "numbers are needed. The file is damaged: get it again."
-        )
-    # A gate may be shut (−inf) or wide open (inf). A rate must be finite: NaN in θ or λ makes all outputs of its head
-    # NaN, and the angle of an infinite θ is not defined.
-    bad = parameter.isnan() if name.endswith("mu") else ~(parameter.abs() <= MAX_STORED)
-    if bool(bad.any()):
-        raise ValueError(
-            f"{name} is {brief(parameter.tolist())} in the checkpoint: numbers of at most {MAX_STORED:g} are needed. "
-            "The file is damaged, or training diverged: load an earlier checkpoint."
-        )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -19,7 +18,7 @@ from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.adapter_plan import require_adapter_file
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import RSA_KEY, differences, read_plan, require_number, saved_plans
+from rsa_hf.saved_plan import RSA_KEY, differences, read_plan, saved_plans
 from rsa_hf.utils.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -110,10 +109,10 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the files of a checkpoint before they are read, and that its tensors match its plan."""
+    """Check that the tensors of a checkpoint match its plan."""
 
     def _load_pretrained_model(
-        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **keywords: Any
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, *args: Any, **keywords: Any
     ) -> Any:
         patched = bool(saved_plans(model.config))
         if patched:
@@ -122,8 +121,7 @@ def wrap_load_pretrained_model(original: Callable[..., Any]) -> Callable[..., An
             require_adapter_file(model, checkpoint_files, state_dict)
         elif patched:
             require_whole_sequence(model)
-            _check_files([str(file) for file in checkpoint_files or ()], load_config)
-        loading_info, *rest = original(model, state_dict, checkpoint_files, load_config, *args, **keywords)
+        loading_info, *rest = original(model, state_dict, checkpoint_files, *args, **keywords)
         _require_matching_keys(model, loading_info)
         return (loading_info, *rest)
 
@@ -156,27 +154,6 @@ def _is_absent(model: PreTrainedModel, key: str) -> bool:
     module = key.rpartition(".rsa.")[0]
     planned = {name.split(".")[0] for name in _planned_modules(model) if f".{module}".endswith(f".{name}")}
     return bool(planned) and planned.isdisjoint(part for name, _ in model.named_modules() for part in name.split("."))
-
-
-def _check_files(files: list[str], load_config: Any) -> None:
-    """Refuse pickles, damaged files and RSA tensors out of range before memory is taken for anything in them."""
-    # An index may name any file, and transformers loads all but safetensors as pickles.
-    pickled = [Path(file).name for file in files if not file.endswith(".safetensors")]
-    if pickled and load_config.use_safetensors is not False:
-        raise ValueError(
-            f"this checkpoint with RSA heads has its weights in {shorten(pickled):.300}, a pickle, which can run "
-            "code when it is read; rsa_hf saves safetensors only. If you trust where it comes from, load it with "
-            "from_pretrained(..., use_safetensors=False), and save it again."
-        )
-    for file in files if not pickled else ():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in filter(RSA_KEY.search, tensors.keys()):
-                    require_number(key, tensors.get_tensor(key))
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} is not a valid safetensors file ({error}). Get it again, or save it again."
-            ) from error
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
