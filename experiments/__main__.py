@@ -13,9 +13,9 @@ import transformers
 import typer
 
 from experiments.runner.experiment import EXPERIMENTS, RequestError, Size, find_experiment
-from experiments.runner.files import MissingDataError
 from experiments.runner.processes import default_jobs, workers
-from experiments.runner.report import write_report
+from experiments.runner.resources import MissingDataError
+from experiments.runner.results_page import write_report
 from experiments.runner.runner import rebuild_results, run_experiment
 
 

@@ -25,8 +25,8 @@ from experiments.calibrate import make_grid
 from experiments.calibrate.training import NOTHING, find_calibration
 from experiments.pretrained import load_pretrained
 from experiments.runner.experiment import Size
-from experiments.runner.files import data_file
 from experiments.runner.processes import machine
+from experiments.runner.resources import data_file
 from experiments.runner.runner import write_json
 from rsa_hf import RSAConfig, patch_model, unpatch_model
 

@@ -30,12 +30,7 @@ class Shape:
 
 
 # By approximate number of parameters.
-SHAPES = {
-    "0.03M": Shape(2, 32, 4, 64, 8),
-    "0.1M": Shape(2, 64, 8, 128, 8),
-    "1M": Shape(4, 128, 8, 256, 16),
-    "1.5M": Shape(5, 144, 8, 256, 16),
-}
+SHAPES = {"0.03M": Shape(2, 32, 4, 64, 8), "0.1M": Shape(2, 64, 8, 128, 8), "1M": Shape(4, 128, 8, 256, 16)}
 
 
 def amount_until(target: float, amounts: Sequence[float], scores: Sequence[float]) -> float:

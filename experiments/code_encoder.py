@@ -23,8 +23,8 @@ from experiments.byte_models import amount_until
 from experiments.corpora import read_devign
 from experiments.runner.comparison import Comparison, all_measured, compare_variants, compared, difference
 from experiments.runner.experiment import Size, combinations
-from experiments.runner.files import cached, data_file
 from experiments.runner.fit import adamw_linear_decay, default_device, evaluation_steps, fit, shuffled_rows
+from experiments.runner.resources import cached, data_file
 from experiments.runner.summary import Run, Settings, Values
 from experiments.variants import CONVOLUTION, DEFAULT, make_variant
 

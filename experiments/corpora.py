@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from experiments.runner.files import data_file
+from experiments.runner.resources import data_file
 from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data
 from rsa_hf.tasks.defect_detection import tokenize
 from rsa_hf.tasks.language_modeling import PreparedText, prepare_language_modeling

@@ -23,8 +23,8 @@ from transformers import DataCollatorWithPadding, RobertaForSequenceClassificati
 
 import rsa_hf.peft
 from experiments import code_encoder
-from experiments.calibrate.variants import ALL_SCALED, CALIBRATED
-from experiments.calibrate.variants import make_variant as make_calibrated
+from experiments.calibrate.arms import ALL_SCALED, CALIBRATED
+from experiments.calibrate.arms import make_variant as make_calibrated
 from experiments.corpora import encode, read_devign, sample
 from experiments.runner.comparison import Case, Comparison, all_measured, compare_variants, difference
 from experiments.runner.experiment import Size, combinations

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import calibrate, confirmation, rivals
+from experiments.calibrate.arms import CALIBRATED, CALIBRATED_BIAS, IA3_ON_ROWS, LORA_ON_ROWS, PLAIN, TOKEN_BIAS
 from experiments.calibrate.training import NOTHING
-from experiments.calibrate.variants import CALIBRATED, CALIBRATED_BIAS, PLAIN, TOKEN_BIAS
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.panels import COLOURS, panels
 from experiments.runner.rate_search import finished_runs
@@ -88,13 +88,15 @@ def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:
 
 
 def _calibrated(root: Path) -> Iterator[Effect]:
-    """Pretrained models with nothing trained but what `calibrate` finds."""
+    """Pretrained models with what `calibrate` finds, and nothing trained."""
     rows = _rows(calibrate.EXPERIMENT, "full", root)
     for arm, measure, against, rival in (
         (CALIBRATED, calibrate.GAIN, PLAIN, "plain"),
         (CALIBRATED, f"gain over {NO_RECURRENCE}", NO_RECURRENCE, "its gates with P = 0"),
         (CALIBRATED, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain with a token bias"),
         (CALIBRATED_BIAS, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain, both with a token bias"),
+        (CALIBRATED, f"gain over {IA3_ON_ROWS}", IA3_ON_ROWS, "IA³ trained on the same rows"),
+        (CALIBRATED, f"gain over {LORA_ON_ROWS}", LORA_ON_ROWS, "LoRA of rank 1 trained on the same rows"),
     ):
         for row in rows.find(measure, arm=arm, trained=NOTHING, model="smollm2"):
             score = rows.mean("score", **row.pick(calibrate.GROUP), arm=against)

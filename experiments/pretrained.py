@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from experiments.byte_models import SHAPES, build, train_on_bytes
 from experiments.corpora import read_corpus
-from experiments.runner.files import cached
 from experiments.runner.fit import default_device
+from experiments.runner.resources import cached
 
-CORPUS, RATE, SCHEDULE = "enwik8", 3e-3, "warmup_stable_decay"
-TRAIN_BYTES, EVAL_BYTES, EVALUATIONS = 4_000_000, 20_000, 10
+CORPUS, RATE, SCHEDULE = "wikitext-2", 3e-3, "warmup_stable_decay"
+TRAIN_BYTES, EVAL_BYTES = 4_000_000, 20_000
 
 
-def load_pretrained(name: str, pretraining_steps: int = 0) -> tuple[PreTrainedModel, Any]:
+def load_pretrained(name: str, pretraining_steps: int = 0, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """A pretrained model and its tokenizer (None for bytes).
 
-    `smollm2`; or `llama-` or `gpt2-` and one of `byte_models.SHAPES`, a model of bytes that is trained here on enwik8.
+    `smollm2`; or `llama-` or `gpt2-` and one of `byte_models.SHAPES`, a model of bytes that is trained here, from a
+    seed, on WikiText-2.
     """
     if name == "smollm2":
         # Without its dependencies: they are for chatting, and one of them compiles for minutes.
@@ -35,7 +35,7 @@ def load_pretrained(name: str, pretraining_steps: int = 0) -> tuple[PreTrainedMo
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     family, shape = name.split("-")
     byte_model = build(family, SHAPES[shape])
-    load_model(byte_model, _pretrain(family, shape, pretraining_steps))
+    load_model(byte_model, _pretrain(family, shape, pretraining_steps, seed))
     return byte_model, None
 
 
@@ -47,18 +47,17 @@ def _package_folder(package: str, command: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _pretrain(family: str, shape_name: str, steps: int) -> Path:
-    """The weights of a byte-level model after training: all variants and seeds start from them."""
+def _pretrain(family: str, shape_name: str, steps: int, seed: int) -> Path:
+    """The weights of a byte-level model after training: all variants start from them."""
     shape = SHAPES[shape_name]
+    plan: Any = {"learning_rate": RATE, "steps": steps, "schedule": SCHEDULE, "seed": seed}
 
     def train(path: Path) -> None:
         text = read_corpus(CORPUS, TRAIN_BYTES, EVAL_BYTES, shape.block)
         with torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             model = build(family, shape).to(default_device())  # type: ignore[arg-type]
-            plan = {"learning_rate": RATE, "steps": steps, "evaluations": EVALUATIONS, "schedule": SCHEDULE}
-            scores = train_on_bytes(model, text, shape, **plan, seed=0)  # type: ignore[arg-type]
-        save_model(model, str(path), metadata={"bits per byte": json.dumps(scores)})
+            train_on_bytes(model, text, shape, **plan, evaluations=1)
+        save_model(model, str(path))
 
-    settings = {"corpus": CORPUS, "bytes": TRAIN_BYTES, "rate": RATE, "steps": steps, "schedule": SCHEDULE}
-    return cached(f"{family}-{shape_name}", settings, ".safetensors", train)
+    return cached(f"{family}-{shape_name}", {"corpus": CORPUS, "bytes": TRAIN_BYTES, **plan}, ".safetensors", train)

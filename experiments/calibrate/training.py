@@ -13,15 +13,15 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rsa_hf.peft
-from experiments.calibrate.variants import CALIBRATED_BIAS, LORA, PLAIN, TOKEN_BIAS, add_token_bias, make_variant
+from experiments.calibrate.arms import CALIBRATED_BIAS, ON_THE_ROWS, PLAIN, TOKEN_BIAS, add_token_bias, make_variant
 from experiments.corpora import in_blocks, portion, read_splits, training_blocks
 from experiments.pretrained import load_pretrained
-from experiments.runner.files import cached
 from experiments.runner.fit import adamw_linear_decay, batch_loss, default_device, fit
+from experiments.runner.resources import cached
 from experiments.runner.summary import Settings, Values
 from rsa_hf import RSAConfig, RSAHeads
 from rsa_hf.calibration import run_calibration
@@ -31,6 +31,7 @@ from rsa_hf.tasks.text_scores import evaluate_language_model
 
 # What is trained.
 NOTHING, NUMBERS, EVERYTHING, LORA_TRAINED = "nothing", "a few numbers", "everything", "lora"
+BATCH = 4  # rows, in calibration
 EVALUATION_TOKENS = 4096  # per batch; logits over a large vocabulary need much memory
 LORA_RANK = 8
 LORA_PARAMETER_SCALE = 5  # LoRA has its best rate at a few times that of all weights; gates would move too fast
@@ -48,16 +49,17 @@ def measure(settings: Settings) -> Values:
             variant = _with_lora(arm, model, plan)
         else:
             variant = make_variant(arm, model, plan)
-            if trained != EVERYTHING:
-                _freeze_weights(variant, arm, trained)
+            if trained != EVERYTHING and not isinstance(variant, peft.PeftModel):
+                _freeze_weights(variant, trained)
         variant = variant.to(default_device())
+        rows = _rows_to_calibrate_on(text, settings)
         if arm in (TOKEN_BIAS, CALIBRATED_BIAS):
-            add_token_bias(variant.eval(), _batches_to_calibrate_on(text, settings))
+            add_token_bias(variant.eval(), DataLoader(rows, BATCH))
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if numbers:
-            _train(variant, text, settings)
+            _train(variant, rows if arm in ON_THE_ROWS else training_blocks(text), settings)
         values: Values = {"score": _score(variant, text.test), "numbers": float(numbers), "weights": weights}
-        if trained != NOTHING:
+        if settings["steps"]:
             values["validation"] = _score(variant, text.validation)
     return values | {
         "chosen heads": float(len(plan.heads or ())),
@@ -71,7 +73,7 @@ def find_calibration(settings: Settings) -> tuple[PreTrainedModel, PreparedText,
 
     That is computed once; `weights` is a digest of the model's weights.
     """
-    model, tokenizer = load_pretrained(settings["model"], settings["pretraining_steps"])
+    model, tokenizer = load_pretrained(settings["model"], settings["pretraining_steps"], settings["seed"])
     text = _read_text(settings, tokenizer)
 
     def calibrate(path: Path) -> None:
@@ -112,19 +114,19 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()[:12]
 
 
-def _batches_to_calibrate_on(text: PreparedText, settings: Settings) -> list[dict[str, Tensor]]:
-    """Random rows of the text to train on, in batches."""
-    blocks = training_blocks(text)
-    chosen = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(settings["seed"]))
-    rows = [blocks[i] for i in chosen[: settings["rows"]].tolist()]
-    return [default_collate(rows[i : i + 4]) for i in range(0, len(rows), 4)]
+def _rows_to_calibrate_on(text: PreparedText, settings: Settings) -> Any:
+    """Random rows of the text to train on."""
+    blocks: Any = training_blocks(text)
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(settings["seed"]))
+    return Subset(blocks, order[: settings["rows"]].tolist())
 
 
 def _calibrate(model: PreTrainedModel, text: PreparedText, settings: Settings) -> dict[str, Any]:
     """What `run_calibration` finds on these rows."""
     model.to(default_device())  # type: ignore[arg-type]
     limits = {"max_rows": settings["rows"], "seed": settings["seed"]}
-    found = run_calibration(model, _batches_to_calibrate_on(text, settings), **limits, progress=False).to_dict()
+    batches: Any = DataLoader(_rows_to_calibrate_on(text, settings), BATCH)
+    found = run_calibration(model, batches, **limits, progress=False).to_dict()
     return {name: found[name] for name in ("config", "gain", "gain_error", "gain_without_recurrence")}
 
 
@@ -135,21 +137,19 @@ def _with_lora(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     return rsa_hf.peft.get_peft_model(model, config, replace(plan, parameter_scale=LORA_PARAMETER_SCALE))
 
 
-def _freeze_weights(model: nn.Module, variant: str, trained: str) -> None:
-    """Leave the numbers of RSA heads, or of a PEFT adapter, to be trained; or nothing."""
-    if trained == NUMBERS and variant == LORA:
-        return
+def _freeze_weights(model: nn.Module, trained: str) -> None:
+    """Leave the numbers of RSA heads to be trained, or nothing."""
     numbers = {p for m in model.modules() if isinstance(m, RSAHeads) for p in m.parameters() if p.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(trained == NUMBERS and parameter in numbers)
 
 
-def _train(model: nn.Module, text: PreparedText, settings: Settings) -> None:
+def _train(model: nn.Module, rows: Any, settings: Settings) -> None:
     """Train in place; models from packages in mixed precision, in bfloat16."""
     steps = settings["steps"]
     torch.manual_seed(settings["seed"])  # the same dropout for all variants
     optimizer, schedule = adamw_linear_decay(model, settings["learning_rate"], steps)
-    loss_of_batch = batch_loss(model, training_blocks(text), settings["batch"], settings["seed"])
+    loss_of_batch = batch_loss(model, rows, settings["batch"], settings["seed"])
     precision = torch.autocast(default_device().type, torch.bfloat16, enabled=not settings["pretraining_steps"])
 
     def loss(step: int) -> Tensor:

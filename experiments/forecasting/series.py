@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from experiments.runner.files import data_file
+from experiments.runner.resources import data_file
 
 PARTS = ("train", "validation", "test")
 MONTHS = {"ETTh1": (12, 4, 4), "ETTh2": (12, 4, 4), "ETTm1": (12, 4, 4), "WTH": (28, 10, 10)}

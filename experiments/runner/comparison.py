@@ -92,7 +92,7 @@ class Comparison:
 
     group: tuple[str, ...]  # the settings that make a case
     needed: tuple[str, ...]  # cases that lack one of these variants are left out
-    # Lower is better. The best learning rate has the lowest mean score over the seeds that have run at every rate.
+    # Lower is better. The best rate has the lowest mean over seeds that ran at every rate; of equal ones, most seeds.
     score: Callable[[Run], float]
     columns: Mapping[str, Column]
     judged: tuple[str, ...] = ()  # the columns in which every row must be better than `even` for the claim to hold
@@ -113,7 +113,7 @@ class Comparison:
         return [
             Case(
                 dict(zip(self.group, group, strict=True)),
-                {arm: self._best([*rates.values()]) for arm, rates in arms.items()},
+                {arm: self._best(sorted(rates.values(), key=len, reverse=True)) for arm, rates in arms.items()},
                 {arm: [*rates] for arm, rates in arms.items()},
             )
             for group, arms in found.items()

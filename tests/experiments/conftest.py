@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from experiments import corpora
-from experiments.runner import files
+from experiments.runner import resources
 from experiments.runner.experiment import find_experiment
-from experiments.runner.files import CACHE
+from experiments.runner.resources import CACHE
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
 
 
@@ -52,7 +52,7 @@ def clear_caches():
 @pytest.fixture
 def use_small_data(small_data, monkeypatch):
     monkeypatch.setenv("RSA_HF_DATA", str(small_data))
-    monkeypatch.setattr(files, "DIGESTS", {})
+    monkeypatch.setattr(resources, "DIGESTS", {})
     yield
     clear_caches()
 
@@ -68,7 +68,7 @@ def toy(tmp_path_factory, small_data):
         with pytest.MonkeyPatch.context() as patch:
             if name == "calibrate":
                 patch.setenv("RSA_HF_DATA", str(small_data))
-                patch.setattr(files, "DIGESTS", {})
+                patch.setattr(resources, "DIGESTS", {})
             conclusion = run_experiment(find_experiment(name), "toy", root, seeds, progress=False)
         clear_caches()
         return [*read_runs(root / FOLDER / name / "toy").values()], conclusion

@@ -9,7 +9,7 @@ import torch
 from experiment_runs import fake_runs
 from experiments.byte_models import SHAPES, build
 from experiments.calibrate import EXPERIMENT
-from experiments.calibrate import variants as v
+from experiments.calibrate import arms as v
 from experiments.variants import NO_RECURRENCE, patched_modules
 from rsa_hf import HeadConfig, RSAConfig
 
@@ -33,7 +33,7 @@ def logits(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", [v.SCALED, v.ALL_SCALED, v.LORA, v.PLAIN])
+@pytest.mark.parametrize("variant", [v.SCALED, v.ALL_SCALED, v.LORA, v.PLAIN, *v.ON_THE_ROWS])
 def test_variants_without_recurrence_start_as_the_plain_model(variant):
     model = v.make_variant(variant, llama(), PLAN)
     torch.testing.assert_close(logits(model), logits(llama()), rtol=0, atol=1e-6)

@@ -78,19 +78,18 @@ def expected_rows():
     for arms, rival in rows:
         ours, theirs = (np.array([run["test by part"] for run in arms[arm]]) for arm in ("two free lags", rival))
         yield rival, mean_and_interval(ours - theirs)
-    smollm2 = [
-        run
-        for run in cells("calibrate", "full")
-        if run["cell"]["model"] == "smollm2" and run["cell"]["trained"] == "nothing"
-    ]
+    smollm2 = [run for run in cells("calibrate", "full") if run["cell"]["trained"] == "nothing"]
     for arm, rival, name in (
         ("calibrated", "plain", "plain"),
         ("calibrated", "no recurrence", "its gates with P = 0"),
         ("calibrated", "token bias", "plain with a token bias"),
         ("calibrated with token bias", "token bias", "plain, both with a token bias"),
+        ("calibrated", "ia3 on the rows", "IA³ trained on the same rows"),
+        ("calibrated", "lora on the rows", "LoRA of rank 1 trained on the same rows"),
     ):
         for task in dict.fromkeys(run["cell"]["task"] for run in smollm2):
             runs = [run for run in smollm2 if run["cell"]["task"] == task]
+            runs.sort(key=lambda run: -run["values"].get("validation", 0))  # of learning rates the best one stays
             score = {(run["cell"]["arm"], run["cell"]["seed"]): run["values"]["score"] for run in runs}
             if (arm, 0) in score and (rival, 0) in score:
                 yield name, mean_and_interval([score[arm, seed] - score[rival, seed] for seed in range(5)])

@@ -12,7 +12,7 @@ from experiments import forecasting
 from experiments.forecasting import EXPERIMENT, train
 from experiments.forecasting.models import FAMILIES, Task, make_forecaster
 from experiments.forecasting.series import PARTS, load_series
-from experiments.runner import files
+from experiments.runner import resources
 from experiments.variants import patched_modules
 
 TASK = Task(context=40, label=20, horizon=10, variables=2, time_features=4)
@@ -26,7 +26,7 @@ def test_a_series_has_parts_of_12_4_and_4_months_and_is_standardised_on_the_firs
     with lzma.open(tmp_path / "ett" / "ETTh1.csv.xz", "wt", encoding="utf-8") as file:
         file.write("\n".join(["date,A,B", *lines, ""]))
     monkeypatch.setenv("RSA_HF_DATA", str(tmp_path))
-    monkeypatch.setattr(files, "DIGESTS", {})
+    monkeypatch.setattr(resources, "DIGESTS", {})
     series = load_series.__wrapped__("ETTh1")
     assert [series.part(part) for part in PARTS] == [range(8640), range(8640, 11520), range(11520, 14400)]
     raw = torch.tensor([[t % 100, 3 * (t % 7) + 1] for t in range(8640)]).double()

@@ -11,10 +11,10 @@ from scipy.stats import t
 from experiments.__main__ import main
 from experiments.runner.comparison import Comparison, all_measured
 from experiments.runner.experiment import EXPERIMENTS, Experiment, RequestError, find_experiment
-from experiments.runner.files import MissingDataError, data_file
 from experiments.runner.fit import shuffled_rows
 from experiments.runner.panels import panels
-from experiments.runner.report import write_report
+from experiments.runner.resources import MissingDataError, data_file
+from experiments.runner.results_page import write_report
 from experiments.runner.runner import FOLDER, read_runs, run_experiment
 from experiments.runner.summary import Conclusion, Row, Rows, interval
 

@@ -8,6 +8,8 @@
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
 * `smallest lora`: PEFT's LoRA of rank 1, on the modules that PEFT chooses.
+* `lora on the rows`: the same, trained on the rows to calibrate on alone; `ia3 on the rows`: PEFT's IA³ (Liu et al.,
+  2022), a factor for each channel of keys and values, and inside the feed-forward layers.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
 PLAIN, CALIBRATED, LORA = "plain", "calibrated", "smallest lora"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
 TOKEN_BIAS, CALIBRATED_BIAS = "token bias", "calibrated with token bias"
+ON_THE_ROWS = LORA_ON_ROWS, IA3_ON_ROWS = "lora on the rows", "ia3 on the rows"
 
 
 def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     """Turn a plain model into what a variant is before training, in place."""
-    if variant == LORA:
-        return peft.get_peft_model(model, peft.LoraConfig(r=1, lora_alpha=1))
+    if variant in (LORA, *ON_THE_ROWS):
+        config = peft.IA3Config() if variant == IA3_ON_ROWS else peft.LoraConfig(r=1, lora_alpha=1)
+        return peft.get_peft_model(model, config)
     if variant == ALL_SCALED:
         places = range(model.config.num_hidden_layers), range(model.config.num_attention_heads)
         plan = RSAConfig(heads=tuple(HeadConfig(i, j, "regular", 0.5, 0.0) for i in places[0] for j in places[1]))
