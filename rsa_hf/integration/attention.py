@@ -48,8 +48,8 @@ _HIDE_WITH_MINUS_100 = {"SwinAttention"}
 
 # transformers' mask functions: sdpa's leaves out the mask of a first text in a static cache; three have windows and
 # packed documents in their masks, and flash attention's leaves these to keywords.
-_SDPA, _FLASH = MASKS["sdpa"], MASKS["flash_attention_2"]
-_WITH_WINDOWS = (_SDPA, MASKS["eager"], MASKS["flex_attention"])
+_SDPA_MASKS, _FLASH_MASKS = MASKS["sdpa"], MASKS["flash_attention_2"]
+_WITH_WINDOWS = (_SDPA_MASKS, MASKS["eager"], MASKS["flex_attention"])
 
 
 # --- modules that use the attention interface -----------------------------------------------------------------------
@@ -103,8 +103,8 @@ def _attention_with_rsa(
     masks, aligned_top_left = MASKS.get(implementation), False
     if has_more_keys and rsa is not None:
         require_own_keys(module, key.shape[2])
-        is_known = attention_mask is not None or query.shape[2] == 1 or masks in (*_WITH_WINDOWS, _FLASH)
-        aligned_top_left = masks is _SDPA if is_known else is_aligned_top_left(attend, query, value)
+        is_known = attention_mask is not None or query.shape[2] == 1 or masks in (*_WITH_WINDOWS, _FLASH_MASKS)
+        aligned_top_left = masks is _SDPA_MASKS if is_known else is_aligned_top_left(attend, query, value)
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else attention_output(result, implementation, query, value),

@@ -119,7 +119,7 @@ def _forward(path: str, problem: Problem) -> Tensor:
 
 
 def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
-    """The gradients of `_forward`. Those by plain PyTorch can be differentiated again."""
+    """The gradients of `_forward`."""
     if path == "cpp":
         arguments = _arguments(problem, problem.layout.numbers)
         return _given(torch.ops.rsa_hf.walk_backward.default(grad, *arguments), problem.tensors)
@@ -127,6 +127,11 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
         from rsa_hf.ops.triton.launch import triton_backward
 
         return triton_backward(grad, problem)
+    return _backward_in_pytorch(grad, problem)
+
+
+def _backward_in_pytorch(grad: Tensor, problem: Problem) -> Gradients:
+    """The gradients of `_in_pytorch`, within a transform, inside an operator, or to be differentiated again."""
     given = [place for place, tensor in enumerate(problem.tensors) if tensor is not None]
 
     def product(value: Tensor, *others: Tensor) -> Tensor:
@@ -227,7 +232,7 @@ def _given(gradients: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> Gra
 @torch.library.impl(_LIBRARY, "differentiable_backward", "CompositeImplicitAutograd")
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of `rsa_hf::walk`, as operations that can be differentiated; operator.cpp calls it."""
-    gradients = _backward("pytorch", grad, _problem(*arguments))
+    gradients = _backward_in_pytorch(grad, _problem(*arguments))
     return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -288,7 +293,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> Gradients:
     arguments = (*ctx.saved_tensors, *ctx.others)
     rest = [None] * (_MASKS + _OTHERS)
     if _is_differentiated_again(grad):
-        return (*_backward("pytorch", grad, _problem(*arguments)), *rest)
+        return (*_backward_in_pytorch(grad, _problem(*arguments)), *rest)
     gradients = torch.ops.rsa_hf.recurrence_backward(grad, *arguments)
     return (*_given(gradients, arguments[:_TENSORS]), *rest)
 

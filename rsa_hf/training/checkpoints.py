@@ -25,7 +25,7 @@ from rsa_hf.utils.text import finite_or_null
 logger = logging.getLogger(__name__)
 
 # Settings of TrainingArguments, by their beginnings, that do not change what is learned.
-FREE = (
+VARYING = (
     "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
     "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_num", "dataloader_p", "debug",
     "skip_memory", "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank", "jit_",
@@ -43,7 +43,7 @@ class RunFolder:
     def __init__(self, run: RunArguments[Any], data: str) -> None:
         args = run.training
         self.folder, self._file = args.folder, args.folder / "run.json"
-        training = {each.name: getattr(args, each.name) for each in fields(args) if not each.name.startswith(FREE)}
+        training = {each.name: getattr(args, each.name) for each in fields(args) if not each.name.startswith(VARYING)}
         settings = {**asdict(run.model), "rsa": run.rsa.rsa, **asdict(run.data), **training}
         settings["processes"] = args.world_size
         # As they come back from the file.
