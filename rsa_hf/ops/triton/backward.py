@@ -223,7 +223,7 @@ def backward_kernel(
         within = tl.sum(tl.sum(tl.where(lags == k + 1, inner, 0.0), axis=0))
         product_at_lag = within + tl.sum(tl.where(i == k, across, 0.0))
         if SHAPE.windowed:
-            product_at_lag = tl.where(k < axis.window, product_at_lag, 0.0)
+            product_at_lag = tl.where(k < axis.steps_back, product_at_lag, 0.0)
         tl.store(into + 5 + k, product_at_lag)
 
 

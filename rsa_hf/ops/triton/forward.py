@@ -70,7 +70,7 @@ def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
     lags = i - tl.arange(0, SHAPE.chunk)[None, :]
     if FROM_RIGHT:
         i, lags = SHAPE.chunk - 1 - i, -lags
-    return (lags > 0) & (i < axis.window)
+    return (lags > 0) & (i < axis.steps_back)
 
 
 @triton.jit

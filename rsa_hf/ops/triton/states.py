@@ -44,7 +44,7 @@ class Axis(NamedTuple):
     count: Any
     channels: Any  # [BLOCK]
     table: Any  # of its head
-    window: Any  # N, the most steps back that a query sees; if windowed
+    steps_back: Any  # N, the most that a query sees; if windowed
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def _leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_R
     Those of other documents than the state that enters the chunk are 0.
     """
     first = chunk * SHAPE.chunk
-    step = first + tl.arange(0, SHAPE.chunk) + (axis.window if FROM_RIGHT else -axis.window)
+    step = first + tl.arange(0, SHAPE.chunk) + (axis.steps_back if FROM_RIGHT else -axis.steps_back)
     document = None
     if SHAPE.packed:
         document = _document(first + SHAPE.chunk if FROM_RIGHT else first - 1, axis, BACKWARD)
@@ -259,7 +259,7 @@ def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGH
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     if SHAPE.windowed:
-        keep = tl.where(axis.window > SHAPE.chunk, keep, 0.0)
+        keep = tl.where(axis.steps_back > SHAPE.chunk, keep, 0.0)
     return reached, taken, keep
 
 

@@ -58,9 +58,9 @@ def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
     shown = entry >= 0
     if SHAPE.windowed:
-        window, is_last = farthest // d, entry > SHAPE.chunk + SHAPE.splits
-        k = tl.where(is_last, window, k)
-        shown = is_last | (window > SHAPE.chunk) | (k < window)
+        steps_back, is_last = farthest // d, entry > SHAPE.chunk + SHAPE.splits
+        k = tl.where(is_last, steps_back, k)
+        shown = is_last | (steps_back > SHAPE.chunk) | (k < steps_back)
 
     power, before = _power(rho, angle, k, k), _power(rho, angle, tl.maximum(k - 1, 0), k)
     power, before = _where(shown, power), _where(shown, before)
