@@ -125,14 +125,15 @@ def make_table(effects: Sequence[Effect]) -> str:
 def draw(effects: Sequence[Effect], path: Path) -> None:
     """A forest plot: the change of the score in percent, with its 95 % interval; against plain, and against others."""
     rows = [effect.change for effect in effects]
-    with panels(path, 1, height=0.6 + 0.22 * len(rows), width=7.5) as [axes]:
+    with panels(path, 1, height=0.6 + 0.22 * len(rows), width=10) as [axes]:
         for place, (effect, row) in enumerate(zip(effects, rows, strict=True)):
             colour = COLOURS[effect.rival != "plain"]
             axes.errorbar(
                 row.mean, place, xerr=[[row.mean - row.low], [row.high - row.mean]], fmt="o", color=colour, capsize=3
             )
         axes.axvline(0, color="#666666", linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [f"{e.model}, {e.text}: against {e.rival}" for e in effects])
+        names = [f"{e.model.partition('-135M')[0]}, {e.text}: against {e.rival}" for e in effects]
+        axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set(xlabel="change of the score with RSA, %: lower is better")
 
