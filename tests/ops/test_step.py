@@ -11,7 +11,7 @@ from ops.mixed_product import device
 from references import equation_4
 from rsa_hf.config import HeadConfig, RSAConfig
 from rsa_hf.layer import RSAHeads
-from rsa_hf.ops.pytorch import decode
+from rsa_hf.ops.decode import decode
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.rem import Rems
 
