@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,10 @@ def module_of(file: Path) -> str:
 FILES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
-def test_every_part_has_a_layer():
+def test_every_part_has_a_layer_and_every_file_a_name_of_its_own():
     assert {module.split(".")[0] for module in FILES} == set(LAYERS)
+    files = Counter(file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+    assert files.most_common(1)[0][1] == 1, files.most_common(3)
 
 
 def test_parts_import_only_from_parts_below_them():
