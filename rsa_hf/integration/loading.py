@@ -153,7 +153,8 @@ def _is_absent(model: PreTrainedModel, key: str) -> bool:
     """Whether a tensor belongs to a part that this class does not have, such as the encoder of a BartForCausalLM."""
     module = key.rpartition(".rsa.")[0]
     planned = {name.split(".")[0] for name in _planned_modules(model) if f".{module}".endswith(f".{name}")}
-    return bool(planned) and planned.isdisjoint(part for name, _ in model.named_modules() for part in name.split("."))
+    are_parts = bool(planned) and all(name.endswith(("encoder", "decoder", "model", "tower")) for name in planned)
+    return are_parts and planned.isdisjoint(part for name, _ in model.named_modules() for part in name.split("."))
 
 
 def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:

@@ -116,13 +116,12 @@ def _extra(random: Random, content: dict[str, Tensor], one: str, other: str) -> 
     content[name] = content[which].clone()
 
 
-OTHER_DTYPES = [torch.float64, torch.float16, torch.bfloat16]
 IN_TENSORS: dict[str, Callable[[Random, dict[str, Tensor], str, str], object]] = {
     "swapped": lambda random, content, a, b: content.update({a: content[b].clone(), b: content[a].clone()}),
     "shape": _shape,
     "missing": lambda random, content, *keys: content.pop(random.choice(keys)),
     "extra": _extra,
-    "dtype and values": lambda random, content, a, b: content.update({a: content[a].to(random.choice(OTHER_DTYPES))}),
+    "dtype": lambda random, content, a, b: content.update({a: content[a].half()}),
     "name": lambda random, content, *keys: content.update(
         {random.choice(NAMES) or "x": content.pop(random.choice(keys))}
     ),
