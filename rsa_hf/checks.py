@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rsa_hf.children import heads_of, shared_copy
 from rsa_hf.config import RSAConfig
 from rsa_hf.layer import RSAHeads
-from rsa_hf.patching import is_patched, patch_model, unpatch_model
+from rsa_hf.patching import is_patched, patch_model, token_ids, unpatch_model
 from rsa_hf.utils.versions import CACHE
 
 LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
@@ -117,8 +117,7 @@ def _random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         takes = getattr(model, "main_input_name", "other inputs")
         raise ValueError(f"{type(model).__name__} takes {takes}: only models that take input_ids can be checked.")
     settings = (*vars(config).items(), *vars(config.get_text_config()).items())
-    given = [value for key, value in settings if key.endswith(("_token_id", "_token_index"))]
-    special = {token for each in given for token in (each if isinstance(each, list) else [each])}  # Llama 3 has a list
+    special = token_ids(value for key, value in settings if key.endswith(("_token_id", "_token_index")))
     tokens = torch.tensor([i for i in range(min(vocab_size, 5000)) if i not in special] or [0], device="cpu")
     generator = torch.Generator().manual_seed(0)
 

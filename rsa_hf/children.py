@@ -48,7 +48,7 @@ def shared_copy(model: Model) -> Model:
     except Exception as error:
         raise ValueError(
             f"this {type(model).__name__} cannot be copied for a trial run ({type(error).__name__}: {error}). Patch "
-            "it before fully_shard, and before modules are given what cannot be copied."
+            "it before fully_shard, or take off what cannot be copied."
         ) from error
 
 

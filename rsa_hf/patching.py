@@ -286,6 +286,11 @@ class _WithoutWeights(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def token_ids(settings: Iterable[Any]) -> set[Any]:
+    """The ids in settings of a config, of which one may be a list: Llama 3 has several end tokens."""
+    return {token for each in settings for token in (each if isinstance(each, list) else [each])}
+
+
 def _default_inputs(base: nn.Module) -> dict[str, Any]:
     own: dict[str, Any] | None = getattr(base, "rsa_probe_inputs", None)
     if own is not None:
@@ -299,8 +304,7 @@ def _default_inputs(base: nn.Module) -> dict[str, Any]:
         )
     config: Any = base.config
     text = config.get_text_config()
-    given = [getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    special = {token for each in given for token in (each if isinstance(each, list) else [each])}  # Llama 3 has a list
+    special = token_ids(getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id"))
     token = next(token for token in range(len(special) + 1) if token not in special)
     device = next((p.device for p in base.parameters()), torch.device("cpu"))
     inputs = {"input_ids": torch.full((1, PROBE_LENGTH), token, device=device)}

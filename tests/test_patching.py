@@ -34,8 +34,7 @@ def test_a_shut_gate_and_unpatching_give_the_plain_model_bit_for_bit(family, att
 
 
 def test_a_model_with_several_end_tokens_can_be_patched_and_checked():
-    """Llama 3's and Gemma 3's chat models name a list as eos_token_id."""
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", eos_token_id=[1, 2, 3]))
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", eos_token_id=[1, 2, 3]))  # as Llama 3
     assert is_patched(patch_model(model))
     assert [name for verdict, name, _ in examine(model) if verdict == "FAIL"] == []
 
@@ -69,6 +68,8 @@ def test_what_cannot_be_run_or_has_an_attribute_rsa_is_refused():
         patch_model(model, probe_inputs={"tokens": torch.ones(1, 4)})
     model.h[1].attn.rsa = torch.nn.Linear(1, 1)
     assert_refused(model, ValueError, "already has an attribute 'rsa'")
+    model.kept = [2 * torch.ones(2, requires_grad=True)]  # in a graph
+    assert_refused(model, ValueError, "GPT2Model cannot be copied for a trial run.*before fully_shard")
 
 
 def test_a_model_whose_base_takes_hidden_states_is_run_as_a_whole(tmp_path):

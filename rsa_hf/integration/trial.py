@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rsa_hf.rem import is_recorded, is_transformed
-
 _OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a trial, for as long as they exist
@@ -115,8 +113,8 @@ def require_trusted(
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
     if str(foreign.__module__).startswith("torch.distributed"):
         problem = "context parallelism cuts the sequence. Use FSDP2 or tensor parallelism (tp_plan)"
-    elif is_recorded() or is_transformed():
-        problem = "it is tried before its output is trusted, so run the model once as it is"
+    elif torch.compiler.is_compiling():
+        problem = "it is tried before its output is trusted, so run the model once before it is compiled"
     else:
         problem = "it fills a paged cache" if fills_cache else ""
     if problem:

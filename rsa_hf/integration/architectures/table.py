@@ -43,7 +43,8 @@ def _forward(model: str, name: str, heads: str, **options: Any) -> Architecture:
     parameters = ["hidden_states", "attention_mask", *(options[key] for key in ("cache", "others") if key in options)]
     if options.get("positions"):
         parameters.append("position_ids")
-    return Architecture(model, name, own_forward(heads, **options), "forward", tuple(parameters), "Flash" in name)
+    run, is_flash = own_forward(heads, **options), "Flash" in name
+    return Architecture(model, name, run, "forward", tuple(parameters), is_always_causal=is_flash)
 
 
 _ENCODER_DECODER: dict[str, Any] = {"cache": CACHE, "causal": "is_decoder"}
@@ -79,7 +80,9 @@ ARCHITECTURES = (
     _forward("mpnet", "MPNetSelfAttention", "num_attention_heads", source="v", projection="o", causal=False),
     _forward("mpt", "MptAttention", "n_heads", cache=CACHE, projection="out_proj", read_mask=torch.logical_not),
     _forward("mvp", "MvpAttention", **_BART),
-    Architecture("openai", "Attention", run_openai_gpt, "_attn", ("q", "k", "v", "attention_mask"), True),
+    Architecture(
+        "openai", "Attention", run_openai_gpt, parameters=("q", "k", "v", "attention_mask"), is_always_causal=True
+    ),
     _forward("rembert", "RemBertSelfAttention", **_BERT),
     _forward("roformer", "RoFormerSelfAttention", **_BERT),
     _forward("trocr", "TrOCRAttention", **_BART),
