@@ -1,24 +1,24 @@
 """The comparisons of README: a table between two markers, and a forest plot of the same numbers.
 
-Both are written by `python -m experiments report` from the stored runs of `confirmation`, `rivals` and `calibrate`. An
-effect is a difference of scores, RSA minus a rival, lower is better. Which effects are better or worse is decided for
-all of the table together (Holm's correction, 5 %).
+Both are written by `python -m experiments report` from the stored runs of `confirmation`, `rivals` and `calibrate`.
+RSA is compared with the plain model and with its best rival on a text: differences of scores, RSA minus the other,
+lower is better. Which are better or worse is decided for all of the table together (Holm's correction, 5 %).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import calibrate, confirmation, rivals
-from experiments.calibrate.arms import CALIBRATED, CALIBRATED_BIAS, IA3_ON_ROWS, LORA_ON_ROWS, PLAIN, TOKEN_BIAS
+from experiments.calibrate.arms import CALIBRATED, IA3_ON_ROWS, LORA_ON_ROWS, PLAIN, TOKEN_BIAS
 from experiments.calibrate.training import NOTHING
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.panels import COLOURS, panels
 from experiments.runner.rate_search import finished_runs
 from experiments.runner.runner import FOLDER, read_runs
-from experiments.runner.summary import Row, Rows
+from experiments.runner.summary import Row, Rows, Settings
 from experiments.variants import CONVOLUTION, DEFAULT, NO_RECURRENCE
 
 FIGURE = Path("results") / "evidence.png"
@@ -29,19 +29,22 @@ NAMES = {
     "transformer-xl": "Transformer-XL",
     "smollm2": "SmolLM2-135M-Instruct, 4 bits",
 }
+RIVALS_OF_CALIBRATED = {
+    NO_RECURRENCE: "its gates with P = 0",
+    TOKEN_BIAS: "a token bias",
+    IA3_ON_ROWS: "IA³ on the same rows",
+    LORA_ON_ROWS: "LoRA of rank 1 on the same rows",
+}
 TEXTS = {"wikitext-2": "WikiText-2", "python": "Python", "c": "C"}
 
 
 @dataclass(frozen=True)
 class Effect:
-    """RSA against a rival on one model and text."""
+    """RSA against a rival."""
 
-    model: str
-    text: str
     rival: str
     row: Row  # score of RSA − score of the rival
     score: float  # of the rival, the mean over the seeds
-    unit: str
 
     @property
     def change(self) -> Row:
@@ -49,9 +52,21 @@ class Effect:
         return self.row.scaled(100 / self.score)
 
 
-def find_effects(root: Path) -> list[Effect]:
-    """The effects of the runs that are stored below a folder, in the order of the table."""
-    return [*_confirmed(_rows(confirmation.EXPERIMENT, "full", root)), *_over_rivals(root), *_calibrated(root)]
+@dataclass(frozen=True)
+class Case:
+    """A model on a text: RSA against the plain model, and against the best of the rivals that have run there."""
+
+    model: str
+    text: str
+    unit: str
+    effects: tuple[Effect, Effect]
+
+
+def find_cases(root: Path) -> list[Case]:
+    """The rows of the table from the runs that are stored below a folder."""
+    of_rivals = _rows(rivals.EXPERIMENT, "full", root) or _rows(rivals.EXPERIMENT, "quick", root)
+    confirmed, calibrated = (_rows(each.EXPERIMENT, "full", root) for each in (confirmation, calibrate))
+    return [*_confirmed(confirmed), *_over_rivals(of_rivals), *_calibrated(calibrated)]
 
 
 def _rows(experiment: Experiment, size: Size, root: Path) -> Rows:
@@ -60,90 +75,79 @@ def _rows(experiment: Experiment, size: Size, root: Path) -> Rows:
     return experiment.summarise(runs) if runs else Rows()
 
 
-def _confirmed(rows: Rows) -> Iterator[Effect]:
-    for measure, rival in ((confirmation.OVER_PLAIN, "plain"), (confirmation.OVER_CONVOLUTION, CONVOLUTION)):
-        for row in rows.find(measure, arm=DEFAULT):
-            yield _from_scratch(rows, row, rival)
+def _confirmed(rows: Rows) -> Iterator[Case]:
+    for over_plain in rows.find(confirmation.OVER_PLAIN, arm=DEFAULT):
+        case = over_plain.pick(confirmation.GROUP)
+        over_convolution = rows.find(confirmation.OVER_CONVOLUTION, **case, arm=DEFAULT)[0]
+        yield _from_scratch(rows, case, {"plain": over_plain, CONVOLUTION: over_convolution})
 
 
-def _over_rivals(root: Path) -> Iterator[Effect]:
-    """The plain model, and the best of the rivals that have run, by the validation text."""
-    rows = _rows(rivals.EXPERIMENT, "full", root) or _rows(rivals.EXPERIMENT, "quick", root)
+def _over_rivals(rows: Rows) -> Iterator[Case]:
+    """The best rival is the one with the best score of the validation text."""
     for of_rsa in rows.find(confirmation.TEST, arm=DEFAULT):
         case = of_rsa.pick(confirmation.GROUP)
-        for arms in (("plain",), rivals.RIVALS[1:]):
-            behind = rivals.best_rival(rows, case, arms)
-            yield _from_scratch(rows, behind.scaled(-1), behind.settings["arm"])
+        behind = [rivals.best_rival(rows, case, arms) for arms in (("plain",), rivals.RIVALS[1:])]
+        yield _from_scratch(rows, case, {row.settings["arm"]: row.scaled(-1) for row in behind})
 
 
-def _from_scratch(rows: Rows, row: Row, rival: str) -> Effect:
-    case = row.pick(confirmation.GROUP)
+def _from_scratch(rows: Rows, case: Settings, over: Mapping[str, Row]) -> Case:
     model, _, size = case["model"].partition(" of ")
     part, _, corpus = case["text"].rpartition(confirmation.PART_OF)
     text = TEXTS.get(corpus, corpus)
     text = f"{part} MB of {text}, early stopping" if part else f"{text}, {case['steps']} steps"
     unit = "bits per character" if corpus == "text8" else "bits per byte"
-    name = f"{NAMES[model]}, {size}".removesuffix(", ")
-    return Effect(name, text, rival, row, rows.mean(confirmation.TEST, **case, arm=rival), unit)
+    plain, best = (Effect(arm, row, rows.mean(confirmation.TEST, **case, arm=arm)) for arm, row in over.items())
+    return Case(f"{NAMES[model]}, {size}".removesuffix(", "), text, unit, (plain, best))
 
 
-def _calibrated(root: Path) -> Iterator[Effect]:
-    """Pretrained models with what `calibrate` finds, and nothing trained."""
-    rows = _rows(calibrate.EXPERIMENT, "full", root)
-    for arm, measure, against, rival in (
-        (CALIBRATED, calibrate.GAIN, PLAIN, "plain"),
-        (CALIBRATED, f"gain over {NO_RECURRENCE}", NO_RECURRENCE, "its gates with P = 0"),
-        (CALIBRATED, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain with a token bias"),
-        (CALIBRATED_BIAS, f"gain over {TOKEN_BIAS}", TOKEN_BIAS, "plain, both with a token bias"),
-        (CALIBRATED, f"gain over {IA3_ON_ROWS}", IA3_ON_ROWS, "IA³ trained on the same rows"),
-        (CALIBRATED, f"gain over {LORA_ON_ROWS}", LORA_ON_ROWS, "LoRA of rank 1 trained on the same rows"),
-    ):
-        for row in rows.find(measure, arm=arm, trained=NOTHING, model="smollm2"):
-            score = rows.mean("score", **row.pick(calibrate.GROUP), arm=against)
-            text = TEXTS[row.settings["task"]]
-            yield Effect(NAMES["smollm2"], text, rival, row.scaled(-1), score, "nats per token")
+def _calibrated(rows: Rows) -> Iterator[Case]:
+    """SmolLM2 with what `calibrate` finds, and nothing else trained; the best rival is the one that gains most."""
+    for gain in rows.find(calibrate.GAIN, arm=CALIBRATED, trained=NOTHING, model="smollm2"):
+        case = gain.pick(calibrate.GROUP)
+        over = {rival: rows.find(f"gain over {rival}", **case, arm=CALIBRATED) for rival in RIVALS_OF_CALIBRATED}
+        best = min((rival for rival in over if over[rival]), key=lambda rival: over[rival][0].mean)
+        scores = {arm: rows.mean("score", **case, arm=arm) for arm in (PLAIN, best)}
+        plain = Effect(PLAIN, gain.scaled(-1), scores[PLAIN])
+        of_best = Effect(RIVALS_OF_CALIBRATED[best], over[best][0].scaled(-1), scores[best])
+        yield Case(NAMES["smollm2"], TEXTS[case["task"]], "nats per token", (plain, of_best))
 
 
-def verdicts(effects: Sequence[Effect]) -> list[str]:
-    """For each effect `better`, `worse` or `undecided`."""
-    rows = Rows(effect.row for effect in effects)
-    return [
-        ("better" if row.mean < 0 else "worse") if differs else "undecided"
-        for row, differs in zip(rows, rows.significant(0), strict=True)
-    ]
-
-
-def make_table(effects: Sequence[Effect]) -> str:
-    """The effects as a table in Markdown."""
-    lines = ["| model | text | RSA against | difference, lower is better | |", "|---|---|---|---|---|"]
-    for effect, verdict in zip(effects, verdicts(effects), strict=True):
-        difference = f"{effect.row.text('+.3f')} {effect.unit}"
-        lines.append(f"| {effect.model} | {effect.text} | {effect.rival} | {difference} | {verdict} |")
+def make_table(cases: Sequence[Case]) -> str:
+    """The cases as a table in Markdown, with a verdict on each effect."""
+    lines = ["| model | text | score | RSA − plain | RSA − best rival | best rival |", "|---|---|---|---|---|---|"]
+    decided = iter(Rows(effect.row for case in cases for effect in case.effects).significant(0))
+    for case in cases:
+        cells = [case.model, case.text, case.unit]
+        for effect in case.effects:
+            verdict = ("better" if effect.row.mean < 0 else "worse") if next(decided) else "undecided"
+            cells.append(f"{effect.row.text('+.3f')} {verdict}")
+        lines.append(f"| {' | '.join(cells)} | {effect.rival} |")
     return "\n".join(lines)
 
 
-def draw(effects: Sequence[Effect], path: Path) -> None:
-    """A forest plot: the change of the score in percent, with its 95 % interval; against plain, and against others."""
-    rows = [effect.change for effect in effects]
-    with panels(path, 1, height=0.6 + 0.22 * len(rows), width=10) as [axes]:
-        for place, (effect, row) in enumerate(zip(effects, rows, strict=True)):
-            colour = COLOURS[effect.rival != "plain"]
-            axes.errorbar(
-                row.mean, place, xerr=[[row.mean - row.low], [row.high - row.mean]], fmt="o", color=colour, capsize=3
-            )
+def draw(cases: Sequence[Case], path: Path) -> None:
+    """A forest plot: the change of the score in percent with its 95 % interval, against plain and the best rival."""
+    with panels(path, 1, height=1.0 + 0.3 * len(cases), width=10) as [axes]:
+        for i, label in enumerate(("against the plain model", "against the best rival")):
+            rows = [case.effects[i].change for case in cases]
+            places = [place + 0.3 * i - 0.15 for place in range(len(rows))]
+            ends = [[row.mean - row.low for row in rows], [row.high - row.mean for row in rows]]
+            means = [row.mean for row in rows]
+            axes.errorbar(means, places, xerr=ends, fmt="o", color=COLOURS[i], capsize=3, label=label)
         axes.axvline(0, color="#666666", linewidth=0.8)
-        names = [f"{e.model.partition('-135M')[0]}, {e.text}: against {e.rival}" for e in effects]
-        axes.set_yticks(range(len(rows)), names)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
+        names = [f"{c.model.partition('-135M')[0]}, {c.text} ({c.effects[1].rival})" for c in cases]
+        axes.set_yticks(range(len(cases)), names)
+        axes.set_ylim(len(cases) - 0.5, -0.5)
+        axes.legend()
         axes.set(xlabel="change of the score with RSA, %: lower is better")
 
 
 def write_evidence(root: Path) -> None:
     """Write the table into the README of a folder, and draw the figure."""
-    readme, effects = root / "README.md", find_effects(root)
-    if effects and readme.exists():
+    readme, cases = root / "README.md", find_cases(root)
+    if cases and readme.exists():
         before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
         _, marker, after = rest.partition(END)
         if marker:
-            readme.write_text(f"{before}{BEGIN}\n{make_table(effects)}\n{END}{after}", encoding="utf-8")
-            draw(effects, root / FIGURE)
+            readme.write_text(f"{before}{BEGIN}\n{make_table(cases)}\n{END}{after}", encoding="utf-8")
+            draw(cases, root / FIGURE)
