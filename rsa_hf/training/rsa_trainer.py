@@ -62,9 +62,6 @@ class RSATrainer(Trainer):
             args.train_sampling_strategy = "sequential"
             if args.label_smoothing_factor:
                 raise ValueError("label_smoothing_factor: has no effect with carry_memory. Leave it out.")
-            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            if self._num_tracks != rows:
-                raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {rows} rows: one of each.")
 
     def train(self, *args: Any, **keywords: Any) -> Any:
         """As `Trainer.train`. A new run starts with an empty memory."""
@@ -108,8 +105,11 @@ class RSATrainer(Trainer):
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
         if self._carried is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        per_process = len(self.train_dataset) // self.args.world_size
-        if self._micro_batches * len(inputs["input_ids"]) % per_process == 0:  # an epoch begins
+        rows = len(inputs["input_ids"])  # not those of the settings where auto_find_batch_size has changed them
+        in_step = rows * self.args.gradient_accumulation_steps * self.args.world_size
+        if self._num_tracks != in_step:
+            raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {in_step} rows: one of each.")
+        if self._micro_batches * rows % (len(self.train_dataset) // self.args.world_size) == 0:  # an epoch begins
             self._carried.reset()
         place = self._micro_batches % self.args.gradient_accumulation_steps
         self._micro_batches += 1
