@@ -59,6 +59,8 @@ def parse_args():
     args = parser.parse_args()
     if not args.resume_from_checkpoint and any(args.output_dir.glob("step_*")):
         parser.error(f"{args.output_dir} has checkpoints: give --resume_from_checkpoint or another --output_dir")
+    if not args.dataset_name and not (args.train_file and args.validation_file):
+        parser.error("give --dataset_name, or --train_file and --validation_file")
     return args
 
 
@@ -81,8 +83,7 @@ def load_functions(args, tokenizer):
     if args.dataset_name:
         functions = load_dataset(args.dataset_name, args.dataset_config_name)
     else:
-        files = {"train": args.train_file, "validation": args.validation_file}
-        functions = load_dataset("json", data_files=files)
+        functions = load_dataset("json", data_files={"train": args.train_file, "validation": args.validation_file})
 
     def encode(rows):
         return {**tokenizer(rows["func"], truncation=True), "labels": [int(target) for target in rows["target"]]}
@@ -147,7 +148,6 @@ def main():
         raise ValueError(f"{len(functions['train'])} training functions are too few for one step")
     max_steps = args.max_train_steps or args.num_train_epochs * len(train_loader)
     scheduler = accelerator.prepare(get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, max_steps))
-
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout
     step, checkpoint = 0, args.resume_from_checkpoint
     if checkpoint == "latest":
@@ -187,12 +187,12 @@ def main():
             progress.update()
             if step % every == 0:
                 save_checkpoint(accelerator, args.output_dir / f"step_{step}")
-
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir, state_dict=state)
         tokenizer.save_pretrained(args.output_dir)
         (args.output_dir / "all_results.json").write_text(json.dumps(results, indent=2))
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP must go before its process group
     accelerator.end_training()
 
 

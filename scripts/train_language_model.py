@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -62,6 +61,8 @@ def parse_args():
     args = parser.parse_args()
     if not args.resume_from_checkpoint and any(args.output_dir.glob("step_*")):
         parser.error(f"{args.output_dir} has checkpoints: give --resume_from_checkpoint or another --output_dir")
+    if not args.dataset_name and not (args.train_file and args.validation_file):
+        parser.error("give --dataset_name, or --train_file and --validation_file")
     return args
 
 
@@ -83,9 +84,8 @@ def load_blocks(args, tokenizer, block_size):
     if args.dataset_name:
         texts = load_dataset(args.dataset_name, args.dataset_config_name)
     else:
-        kind, options = ("json", {}) if ".json" in args.train_file else ("text", {"keep_linebreaks": True})
-        files = {"train": args.train_file, "validation": args.validation_file}
-        texts = load_dataset(kind, data_files=files, **options)
+        kind, extra = ("json", {}) if ".json" in args.train_file else ("text", {"keep_linebreaks": True})
+        texts = load_dataset(kind, data_files={"train": args.train_file, "validation": args.validation_file}, **extra)
 
     def group(rows):
         ids = list(itertools.chain(*tokenizer(rows[args.text_column_name])["input_ids"]))
@@ -105,9 +105,10 @@ def token_losses(model, ids):
 def evaluate(accelerator, model, loader):
     model.eval()
     losses = [accelerator.gather_for_metrics(token_losses(model, batch["input_ids"])) for batch in loader]
-    loss = torch.cat(losses).double().mean().item()
+    loss = torch.cat(losses).double().mean()
     # RSA: a few numbers that show where gates and rates are; under FSDP2 every process has to call it.
-    return {"eval_loss": loss, "perplexity": math.exp(loss), **rsa_report(accelerator.unwrap_model(model)).scalars()}
+    scalars = rsa_report(accelerator.unwrap_model(model)).scalars()
+    return {"eval_loss": loss.item(), "perplexity": loss.exp().item(), **scalars}
 
 
 def save_checkpoint(accelerator, folder):
@@ -144,11 +145,10 @@ def main():
     # RSA: gates and rates have no weight decay, and can have their own learning rate.
     optimizer = torch.optim.AdamW(param_groups(model, args.learning_rate, args.weight_decay, args.rsa_learning_rate))
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
-    if not len(train_loader):
-        raise ValueError(f"the training text has {len(blocks['train'])} blocks, too few for one step")
+    if not (len(train_loader) and len(eval_loader)):
+        raise ValueError(f"{len(blocks['train'])} training and {len(blocks['validation'])} validation blocks: too few")
     max_steps = args.max_train_steps or args.num_train_epochs * len(train_loader)
     scheduler = accelerator.prepare(get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, max_steps))
-
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout
     step, checkpoint = 0, args.resume_from_checkpoint
     if checkpoint == "latest":
@@ -187,12 +187,12 @@ def main():
             progress.update()
             if step % every == 0:
                 save_checkpoint(accelerator, args.output_dir / f"step_{step}")
-
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir, state_dict=state)
         tokenizer.save_pretrained(args.output_dir)
         (args.output_dir / "all_results.json").write_text(json.dumps(results, indent=2))
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP must go before its process group
     accelerator.end_training()
 
 

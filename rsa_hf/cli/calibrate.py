@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,13 +13,6 @@ from rsa_hf.cli.patch import new_folder, save_tokenizer
 from rsa_hf.utils.locate import expanded
 
 ROWS_PER_BATCH = 4
-
-
-class Task(str, Enum):
-    """The tasks of `rsa-hf train`."""
-
-    lm = "lm"
-    defect = "defect"
 
 
 def calibrate(
@@ -34,7 +26,7 @@ def calibrate(
     config: Annotated[
         str | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
     ] = None,
-    task: Annotated[Task, typer.Option(help="The task of the run.")] = Task.lm,
+    task: Annotated[Literal["lm", "defect"], typer.Option(help="The task of the run.")] = "lm",
     rows: Annotated[int, typer.Option(help="Number of rows that are read, at most.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
     gate_passes: Annotated[
@@ -67,7 +59,7 @@ def calibrate(
         train_rows, collate = _blocks_of(model, base, text, length), default_collate
     else:
         settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
-        model, train_rows, collate = task_module(task.value).plain_model_and_rows(settings)
+        model, train_rows, collate = task_module(task).plain_model_and_rows(settings)
     batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
     found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
     print(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,7 @@ from rsa_hf.utils.text import finite_or_null
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its name on the Hub.")]
-Split = Annotated[str, typer.Option(help="validation or test.")]
+Split = Annotated[Literal["validation", "test"], typer.Option(help="The split to score.")]
 Threshold = Annotated[
     float | None,
     typer.Option(
@@ -22,7 +22,7 @@ Threshold = Annotated[
 ]
 
 
-def _run(task: str, model: str, split: str, arguments: list[str], **settings: Any) -> None:
+def _run(task: str, model: str, split: Split, arguments: list[str], **settings: Any) -> None:
     scores = task_module(task).evaluate(model, split, arguments, **settings)
     print(json.dumps(finite_or_null(scores), indent=2))
 

@@ -69,7 +69,7 @@ class DataSource:
 def kind_of_file(path: str | Path) -> str:
     """The ending of a data file without that of its compression, such as `.jsonl`."""
     name = Path(path)
-    return (Path(name.stem).suffix if name.suffix in (".gz", ".xz") else name.suffix).lower()
+    return (Path(name.stem).suffix if name.suffix.lower() in (".gz", ".xz") else name.suffix).lower()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from rsa_hf.utils.text import brief
 # target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
-_WHOLE, _NUMBER = re.compile(r"(-?[0-9]{1,18})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_WHOLE, _NUMBER = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
 CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels in words, in any case
 SplitBy = Literal["random", "project", "time"]
 LongFunctions = Literal["truncate", "chunk"]

@@ -129,7 +129,7 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
 
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
-    if kind_of_file(path) in (".jsonl", ".ndjson", ".json"):
+    if kind_of_file(path) in (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json"):
         yield from _documents(read_table(path), field)
         return
     with open_compressed(path) as file:

@@ -85,7 +85,8 @@ class RunFolder:
         if self._args.overwrite_output_dir and self._args.should_save:
             for path in _checkpoints(self.folder):
                 shutil.rmtree(path)
-            self._file.unlink(missing_ok=True)
+            for name in ("predictions.txt", "predictions.jsonl", "confusion_test.png", self._file.name):
+                (self.folder / name).unlink(missing_ok=True)
 
     def write(self, **ended: str) -> None:
         """Write the settings, before the first step; once the run has ended, with its `result`, a table."""

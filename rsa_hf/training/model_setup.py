@@ -181,7 +181,7 @@ def patch_for_run(
         return {}
     path = args.folder / "calibration.json"
     with args.main_process_first():
-        is_new = not path.exists() or not (path.parent / "run.json").exists()
+        is_new = args.overwrite_output_dir or not (path.exists() and (path.parent / "run.json").exists())
         if is_new and args.should_save:
             batches = calibration_batches(
                 train_dataset, collate_fn, settings.max_rows, args.per_device_train_batch_size, args.seed

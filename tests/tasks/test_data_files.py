@@ -21,7 +21,7 @@ BOTH = ((read_texts, LanguageModelingDataConfig), (load_defect_data, DefectDataC
 GOOD = '{"func": "int f() {}", "target": 0, "text": "one"}'
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "JSONL"])
+@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "JSONL", "jl"])
 @pytest.mark.parametrize("ending", OPENERS)
 def test_json_lines_are_functions_and_documents_plain_or_compressed(tmp_path, ending, kind):
     """Not their JSON syntax, and not their compressed bytes."""

@@ -60,11 +60,11 @@ def test_functions_that_cannot_train_are_refused(tmp_path, splits, message):
 
 
 def test_the_hub_gives_functions(hub_data):
-    rows = {"code": ["f", "g"], "bug": [True, False], "project": ["a", "b"], "idx": [7, 3]}
+    rows = {"code": ["f", "g"], "bug": [True, False], "project": ["a", "b"], "idx": ["007", "3"]}
     hub_data.returns = {"train": rows, "valid": rows}
     columns = {"text_column_name": "code", "label_column_name": "bug"}
     config = DefectDataConfig("owner/name", "small", validation_split_name="valid", deduplicate=False, **columns)
-    functions = [Example("f", 1, idx=7, project="a"), Example("g", 0, idx=3, project="b")]
+    functions = [Example("f", 1, idx="007", project="a"), Example("g", 0, idx=3, project="b")]
     assert load_defect_data(config) == {"train": functions, "validation": functions}
     assert hub_data.calls == [("owner/name", "small")]
 

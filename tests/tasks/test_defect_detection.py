@@ -28,7 +28,7 @@ from transformers import (
 
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
 from rsa_hf.tasks.defect_detection import _rows_and_tokens, class_weights, main, predict, tokenize
-from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, trainer_metrics
+from rsa_hf.tasks.defect_scores import choose_threshold, compute_metrics, probabilities, trainer_metrics
 
 PAD, CLS, SEP = 0, 1, 2
 
@@ -222,6 +222,11 @@ def test_no_threshold_has_a_higher_mcc(pairs):
     at = compute_metrics(logits, labels, threshold=threshold)["mcc_at_threshold"]
     assert at == pytest.approx(best) or (best == 0 and threshold == 0.5)
     assert at == pytest.approx(mcc(threshold))
+
+
+def test_equal_logits_have_equal_probabilities():
+    for odds in np.linspace(-1, 1, 99):
+        assert len({*probabilities(np.array([[0, odds]] * 9))}) == 1
 
 
 def test_the_threshold_is_for_the_mean_of_the_chunks():

@@ -80,7 +80,7 @@ def test_too_few_examples_and_a_folder_without_a_tokenizer_are_refused(script, d
     """transformers makes a tokenizer of special tokens alone for such a folder: all functions would be equal."""
     BertConfig(vocab_size=100).save_pretrained(tmp_path / "bare")
     for option, value, words in (
-        ("--per_device_train_batch_size", 1000, "too few for one step"),
+        ("--per_device_train_batch_size", 1000, "too few"),
         ("--tokenizer_name", tmp_path / "bare", "no tokenizer"),
     ):
         with pytest.raises(ValueError, match=words):

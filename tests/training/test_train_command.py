@@ -114,7 +114,8 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect,
     assert run(*words, "--max_seq_length", 4096, "--overwrite_output_dir")[0] == 2
     assert (tmp_path / "out" / "checkpoint-2").is_dir()  # until a run begins
     words += ["--learning_rate", 1e-3, "--overwrite_output_dir"]
-    assert run(*words)[0] == 0
+    (tmp_path / "out" / "predictions.jsonl").touch()  # of the old model
+    assert run(*words)[0] == 0 and not (tmp_path / "out" / "predictions.jsonl").exists()
     assert (tmp_path / "out" / "checkpoint-mine").is_dir()
     assert "hf upload" in run(*words[:-1], "--push_to_hub")[1]  # it had finished
 
@@ -218,6 +219,8 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, run):
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert {f"calibration_{key}" for key in found["scores"]} <= results.keys()
     assert results["patched"] == bool(found["config"]["heads"])
+    assert run(*words, "--rsa", '{"calibrate": {"max_rows": 13}}', "--overwrite_output_dir")[0] == 0
+    assert json.loads((tmp_path / "out" / "calibration.json").read_text())["num_rows"] == found["num_rows"] + 1
 
 
 # --- processes ------------------------------------------------------------------------------------------------
