@@ -62,11 +62,13 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     if slot > 0:
         # Looking at a few numbers takes less time than remembering them.
         position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
-        if position > slot + _LARGEST_FIRST_POSITION:
+        # A block of queries that all see each other may look like one query and padding after it.
+        least = slot - remembered(_first_real, positions, mask) if T > 1 else 0
+        if not least <= position <= slot + _LARGEST_FIRST_POSITION:
             raise ValueError(
                 f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
-                "the cache had dropped keys. RSA counts distances in slots: use a cache that keeps all keys, or "
-                "unpatch_model(model). If this one does, position_ids must start at 0."
+                "the cache had dropped keys, or had others. RSA counts distances in slots: use a cache that keeps all "
+                "keys, or one of another length, or unpatch_model(model). position_ids must start at 0."
             )
     if T > 1 and mask.visible is not None and remembered(_is_tree, positions, mask):
         raise ValueError(
@@ -126,6 +128,12 @@ def _steps_and_gaps(keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         slots = mask.query_position[None]
     steps = slots - keys.int().argmax(1, keepdim=True)
     return steps, (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]
+
+
+def _first_real(positions: Tensor, mask: AttentionMask) -> int:
+    """The first slot that is not padding in every row."""
+    shown = mask.key_mask if mask.visible is None else mask.visible.flatten(1, 2).any(1)
+    return mask.query_offset if shown is None else int(shown.any(0).int().argmax())
 
 
 def _latest_start(positions: Tensor) -> int:

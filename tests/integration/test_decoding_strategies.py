@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AttentionInterface, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -216,4 +216,14 @@ def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attent
     assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # images do see ahead
     if cache == "static":
         monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
-        assert gap() > 1e-2
+        with pytest.raises(ValueError, match=r"position 0 .* slot 3 "):
+            gap()
+
+
+@torch.no_grad()
+def test_a_block_whose_mask_is_that_of_a_token_and_padding_is_refused():
+    model, mask = patched("llama"), (torch.arange(11) < 8).expand(1, 1, 4, 11)
+    cache = StaticCache(config=model.config, max_cache_len=11)
+    model(tokens(1, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"position 4 .* slot 7 "):
+        model(tokens(1, 4), past_key_values=cache, attention_mask=mask, position_ids=torch.arange(4, 8)[None])

@@ -63,6 +63,10 @@ def test_causal_masks_with_padding_caches_and_empty_slots_are_exact(T, before, b
     assert relative_error(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real]) < 1e-6
 
 
+def test_a_prefix_is_where_the_cache_begins_not_padding():
+    assert call(4, 7, (torch.arange(7) < 4).expand(1, 1, 4, 7)).query_offset == 0
+
+
 @pytest.mark.parametrize("kind", ["prefix", "hole", "per head"])
 def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
     T = 8
