@@ -10,7 +10,7 @@ from families import build, tiny_config
 from rsa_hf import RSAConfig, patch_model, rsa_report
 from rsa_hf.plots import plot_rem
 
-matplotlib = pytest.importorskip("matplotlib")
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
 def gpt2(layers, **plan):
@@ -21,16 +21,8 @@ def gpt2(layers, **plan):
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that were saved."""
-    from matplotlib.figure import Figure
-
-    saved = []
-    original = Figure.savefig
-
-    def savefig(self, *arguments, **keywords):
-        saved.append(self)
-        original(self, *arguments, **keywords)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **how: (saved.append(self), save(self, *args, **how)))
     return saved
 
 

@@ -219,12 +219,3 @@ def test_paths_are_expanded(run, patched, tmp_path, monkeypatch):
 def test_a_terminal_without_greek_letters_is_written_to(command, patched):
     arguments = [command, patched[1]] if command == "inspect" else ["doctor", command]
     assert not run_python(*RSA_HF, *arguments, code=0, PYTHONIOENCODING="cp1252", COLUMNS="200").stderr
-
-
-@pytest.mark.slow
-def test_a_script_named_like_the_command_imports_the_whole_package(tmp_path):
-    script = tmp_path / "rsa-hf.py"
-    script.write_text(
-        "from rsa_hf import patch_model\nfrom rsa_hf.integration import installed\nassert all(installed().values())\n"
-    )
-    run_python(script, code=0)

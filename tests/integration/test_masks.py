@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from references import double_loop, relative_error, visible_keys
@@ -63,10 +63,6 @@ def test_causal_masks_with_padding_caches_and_empty_slots_are_exact(T, before, b
     assert relative_error(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real]) < 1e-6
 
 
-def test_a_prefix_is_where_the_cache_begins_not_padding():
-    assert call(4, 7, (torch.arange(7) < 4).expand(1, 1, 4, 7)).query_offset == 0
-
-
 @pytest.mark.parametrize("kind", ["prefix", "hole", "per head"])
 def test_other_masks_are_exact_and_warn_of_the_quadratic_path(kind):
     T = 8
@@ -106,6 +102,7 @@ def errors(value, mask, T, before, visible):
     right=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     additive=st.booleans(),
 )
+@example([(True, 4)], 0, 3, (0, 0), (0, 0), False)  # a prefix at the beginning of a cache of 7 slots
 @settings(max_examples=200)
 def test_positions_of_queries_that_see_ahead_are_found(parts, before, behind, left, right, additive):
     text = "".join((name if is_block else ".") * n for name, (is_block, n) in zip("abcd", parts, strict=False))

@@ -222,11 +222,8 @@ def test_no_threshold_has_a_higher_mcc(pairs):
     at = compute_metrics(logits, labels, threshold=threshold)["mcc_at_threshold"]
     assert at == pytest.approx(best) or (best == 0 and threshold == 0.5)
     assert at == pytest.approx(mcc(threshold))
-
-
-def test_equal_logits_have_equal_probabilities():
-    for odds in np.linspace(-1, 1, 99):
-        assert len({*probabilities(np.array([[0, odds]] * 9))}) == 1
+    for each in np.linspace(-1, 1, 99):  # no threshold lies between equal logits
+        assert len({*probabilities(np.array([[0, each]] * 9))}) == 1
 
 
 def test_the_threshold_is_for_the_mean_of_the_chunks():
