@@ -27,9 +27,8 @@ def test_the_cut_tokenizer_reads_its_text_as_the_whole_one(small, data_folder):
     cut, whole = code_encoder.code_tokenizer(40), AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "roberta")
     assert len(cut) < len(whole) / 50
     for text in TEXTS[:40]:
-        assert cut.convert_ids_to_tokens(cut(text)["input_ids"]) == whole.convert_ids_to_tokens(
-            whole(text)["input_ids"]
-        )
+        found, expected = (each.convert_ids_to_tokens(each(text)["input_ids"]) for each in (cut, whole))
+        assert found == expected
     # Another text may take more tokens, but none that is unknown.
     other = "Größe <mask> 戦場の 7919"
     assert cut.decode(cut(other)["input_ids"]) == whole.decode(whole(other)["input_ids"])
@@ -60,12 +59,8 @@ def test_a_trained_encoder_is_loaded_with_its_last_loss(small, place):
 
 def runs(arm, losses):
     settings = {"layers": 4, "width": 192, "steps": 6, "arm": arm, "learning_rate": 1e-3}
-    return [
-        finished(
-            {**settings, "seed": seed}, {code_encoder.LOSS: each[-1], "tokens": [10.0, 20.0, 30.0], "losses": each}
-        )
-        for seed, each in enumerate(losses)
-    ]
+    values = [{code_encoder.LOSS: each[-1], "tokens": [10.0, 20.0, 30.0], "losses": each} for each in losses]
+    return [finished({**settings, "seed": seed}, each) for seed, each in enumerate(values)]
 
 
 @pytest.mark.parametrize(("better", "verdict"), [(True, "confirmed"), (False, "not confirmed")])

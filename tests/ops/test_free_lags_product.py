@@ -86,3 +86,9 @@ def test_free_lags_agree_with_nested_loops(backend, T, S, window, documents, cau
         with torch.no_grad():
             wrong = loops(broken, *exact)
         assert relative_error(found[0], wrong) > 1e-2, broken.__name__
+
+
+def test_one_token_gives_gradients_of_zero(backend):
+    value, decay, theta, lags = draw(1, torch.float32)
+    rem_product(value, KINDS, decay, theta, DILATION, free_lags=lags).sum().backward()
+    assert all(each.grad is not None and not each.grad.any() for each in (decay, theta, lags))
