@@ -53,16 +53,16 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Case:
+class Entry:
     """A model on a text: RSA against the plain model, and against the best of the rivals that have run there."""
 
     model: str
     text: str
     unit: str
-    effects: tuple[Effect, Effect]
+    effects: tuple[Effect, Effect]  # in this order
 
 
-def find_cases(root: Path) -> list[Case]:
+def find_entries(root: Path) -> list[Entry]:
     """The rows of the table from the runs that are stored below a folder."""
     of_rivals = _rows(rivals.EXPERIMENT, "full", root) or _rows(rivals.EXPERIMENT, "quick", root)
     confirmed, calibrated = (_rows(each.EXPERIMENT, "full", root) for each in (confirmation, calibrate))
@@ -75,14 +75,14 @@ def _rows(experiment: Experiment, size: Size, root: Path) -> Rows:
     return experiment.summarise(runs) if runs else Rows()
 
 
-def _confirmed(rows: Rows) -> Iterator[Case]:
+def _confirmed(rows: Rows) -> Iterator[Entry]:
     for over_plain in rows.find(confirmation.OVER_PLAIN, arm=DEFAULT):
         case = over_plain.pick(confirmation.GROUP)
         over_convolution = rows.find(confirmation.OVER_CONVOLUTION, **case, arm=DEFAULT)[0]
         yield _from_scratch(rows, case, {"plain": over_plain, CONVOLUTION: over_convolution})
 
 
-def _over_rivals(rows: Rows) -> Iterator[Case]:
+def _over_rivals(rows: Rows) -> Iterator[Entry]:
     """The best rival is the one with the best score of the validation text."""
     for of_rsa in rows.find(confirmation.TEST, arm=DEFAULT):
         case = of_rsa.pick(confirmation.GROUP)
@@ -90,17 +90,17 @@ def _over_rivals(rows: Rows) -> Iterator[Case]:
         yield _from_scratch(rows, case, {row.settings["arm"]: row.scaled(-1) for row in behind})
 
 
-def _from_scratch(rows: Rows, case: Settings, over: Mapping[str, Row]) -> Case:
+def _from_scratch(rows: Rows, case: Settings, over: Mapping[str, Row]) -> Entry:
     model, _, size = case["model"].partition(" of ")
     part, _, corpus = case["text"].rpartition(confirmation.PART_OF)
     text = TEXTS.get(corpus, corpus)
     text = f"{part} MB of {text}, early stopping" if part else f"{text}, {case['steps']} steps"
     unit = "bits per character" if corpus == "text8" else "bits per byte"
     plain, best = (Effect(arm, row, rows.mean(confirmation.TEST, **case, arm=arm)) for arm, row in over.items())
-    return Case(f"{NAMES[model]}, {size}".removesuffix(", "), text, unit, (plain, best))
+    return Entry(f"{NAMES[model]}, {size}".removesuffix(", "), text, unit, (plain, best))
 
 
-def _calibrated(rows: Rows) -> Iterator[Case]:
+def _calibrated(rows: Rows) -> Iterator[Entry]:
     """SmolLM2 with what `calibrate` finds, and nothing else trained; the best rival is the one that gains most."""
     for gain in rows.find(calibrate.GAIN, arm=CALIBRATED, trained=NOTHING, model="smollm2"):
         case = gain.pick(calibrate.GROUP)
@@ -109,45 +109,45 @@ def _calibrated(rows: Rows) -> Iterator[Case]:
         scores = {arm: rows.mean("score", **case, arm=arm) for arm in (PLAIN, best)}
         plain = Effect(PLAIN, gain.scaled(-1), scores[PLAIN])
         of_best = Effect(RIVALS_OF_CALIBRATED[best], over[best][0].scaled(-1), scores[best])
-        yield Case(NAMES["smollm2"], TEXTS[case["task"]], "nats per token", (plain, of_best))
+        yield Entry(NAMES["smollm2"], TEXTS[case["task"]], "nats per token", (plain, of_best))
 
 
-def make_table(cases: Sequence[Case]) -> str:
-    """The cases as a table in Markdown, with a verdict on each effect."""
+def make_table(entries: Sequence[Entry]) -> str:
+    """The entries as a table in Markdown, with a verdict on each effect."""
     lines = ["| model | text | score | RSA − plain | RSA − best rival | best rival |", "|---|---|---|---|---|---|"]
-    decided = iter(Rows(effect.row for case in cases for effect in case.effects).significant(0))
-    for case in cases:
-        cells = [case.model, case.text, case.unit]
-        for effect in case.effects:
+    decided = iter(Rows(effect.row for entry in entries for effect in entry.effects).significant(0))
+    for entry in entries:
+        cells = [entry.model, entry.text, entry.unit]
+        for effect in entry.effects:
             verdict = ("better" if effect.row.mean < 0 else "worse") if next(decided) else "undecided"
             cells.append(f"{effect.row.text('+.3f')} {verdict}")
         lines.append(f"| {' | '.join(cells)} | {effect.rival} |")
     return "\n".join(lines)
 
 
-def draw(cases: Sequence[Case], path: Path) -> None:
+def draw(entries: Sequence[Entry], path: Path) -> None:
     """A forest plot: the change of the score in percent with its 95 % interval, against plain and the best rival."""
-    with panels(path, 1, height=1.0 + 0.3 * len(cases), width=10) as [axes]:
+    with panels(path, 1, height=1.0 + 0.3 * len(entries), width=10) as [axes]:
         for i, label in enumerate(("against the plain model", "against the best rival")):
-            rows = [case.effects[i].change for case in cases]
+            rows = [entry.effects[i].change for entry in entries]
             places = [place + 0.3 * i - 0.15 for place in range(len(rows))]
             ends = [[row.mean - row.low for row in rows], [row.high - row.mean for row in rows]]
             means = [row.mean for row in rows]
             axes.errorbar(means, places, xerr=ends, fmt="o", color=COLOURS[i], capsize=3, label=label)
         axes.axvline(0, color="#666666", linewidth=0.8)
-        names = [f"{c.model.partition('-135M')[0]}, {c.text} ({c.effects[1].rival})" for c in cases]
-        axes.set_yticks(range(len(cases)), names)
-        axes.set_ylim(len(cases) - 0.5, -0.5)
+        names = [f"{e.model.partition('-135M')[0]}, {e.text} ({e.effects[1].rival})" for e in entries]
+        axes.set_yticks(range(len(entries)), names)
+        axes.set_ylim(len(entries) - 0.5, -0.5)
         axes.legend()
         axes.set(xlabel="change of the score with RSA, %: lower is better")
 
 
 def write_evidence(root: Path) -> None:
     """Write the table into the README of a folder, and draw the figure."""
-    readme, cases = root / "README.md", find_cases(root)
-    if cases and readme.exists():
+    readme, entries = root / "README.md", find_entries(root)
+    if entries and readme.exists():
         before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
         _, marker, after = rest.partition(END)
         if marker:
-            readme.write_text(f"{before}{BEGIN}\n{make_table(cases)}\n{END}{after}", encoding="utf-8")
-            draw(cases, root / FIGURE)
+            readme.write_text(f"{before}{BEGIN}\n{make_table(entries)}\n{END}{after}", encoding="utf-8")
+            draw(entries, root / FIGURE)

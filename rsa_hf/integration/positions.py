@@ -63,8 +63,8 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
         # Looking at a few numbers takes less time than remembering them.
         position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
         # A block of queries that all see each other may look like one query and padding after it.
-        least = slot - remembered(_first_real, positions, mask) if T > 1 else 0
-        if not least <= position <= slot + _LARGEST_FIRST_POSITION:
+        is_early = T > 1 and remembered(_is_early, positions, mask)
+        if is_early or position > slot + _LARGEST_FIRST_POSITION:
             raise ValueError(
                 f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
                 "the cache had dropped keys, or had others. RSA counts distances in slots: use a cache that keeps all "
@@ -130,10 +130,11 @@ def _steps_and_gaps(keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     return steps, (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]
 
 
-def _first_real(positions: Tensor, mask: AttentionMask) -> int:
-    """The first slot that is not padding in every row."""
-    shown = mask.key_mask if mask.visible is None else mask.visible.flatten(1, 2).any(1)
-    return mask.query_offset if shown is None else int(shown.any(0).int().argmax())
+def _is_early(positions: Tensor, mask: AttentionMask) -> bool:
+    """Whether queries are at earlier positions than their slots, counted from the first one that any row sees."""
+    shown = mask.key_mask if mask.visible is None else mask.visible
+    first = mask.query_offset if shown is None else int(shown.flatten(0, -2).any(0).int().argmax())
+    return _latest_start(positions) < mask.query_offset - first
 
 
 def _latest_start(positions: Tensor) -> int:

@@ -11,14 +11,14 @@ import pytest
 from scipy import stats
 
 from experiments import evidence
-from experiments.evidence import BEGIN, END, find_cases, make_table, write_evidence
+from experiments.evidence import BEGIN, END, find_entries, make_table, write_evidence
 from experiments.runner.experiment import find_experiment
 from experiments.runner.runner import FOLDER, read_runs
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
 LINES = [line.strip("| ").split(" | ") for line in TABLE.splitlines()[2:]]
-CASES = find_cases(ROOT)
+ENTRIES = find_entries(ROOT)
 RSA = "two free lags"  # of RSAConfig.from_scratch
 
 
@@ -106,7 +106,7 @@ def test_the_table_of_readme_is_what_the_stored_runs_say():
 
 def test_verdicts_of_the_table_hold_for_all_rows_together():
     # Holm's procedure, by hand, on the p-values that the intervals say.
-    rows = [effect.row for case in CASES for effect in case.effects]
+    rows = [effect.row for entry in ENTRIES for effect in entry.effects]
     p = [2 * stats.t.sf(abs(r.mean) * stats.t.ppf(0.975, r.seeds - 1) / (r.mean - r.low), r.seeds - 1) for r in rows]
     verdicts, going = ["undecided"] * len(rows), True
     for rank, i in enumerate(np.argsort(p)):
@@ -146,4 +146,4 @@ def test_writing_again_changes_nothing_but_a_wrong_table(tmp_path, monkeypatch):
     write_evidence(tmp_path)
     assert readme.read_text(encoding="utf-8") == f"# A\n\n{BEGIN}\n{TABLE}\n{END}\n\nB\n"
     assert (tmp_path / evidence.FIGURE).read_bytes().startswith(b"\x89PNG")
-    assert make_table(CASES) == TABLE
+    assert make_table(ENTRIES) == TABLE
