@@ -63,7 +63,8 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
         # Looking at a few numbers takes less time than remembering them.
         position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
         # A block of queries that all see each other may look like one query and padding after it.
-        is_early = T > 1 and remembered(_is_early, positions, mask)
+        shown = mask.key_mask if mask.visible is None else mask.visible
+        is_early = T > 1 and shown is not None and position < slot - remembered(_first_seen, shown)
         if is_early or position > slot + _LARGEST_FIRST_POSITION:
             raise ValueError(
                 f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
@@ -130,11 +131,9 @@ def _steps_and_gaps(keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     return steps, (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]
 
 
-def _is_early(positions: Tensor, mask: AttentionMask) -> bool:
-    """Whether queries are at earlier positions than their slots, counted from the first one that any row sees."""
-    shown = mask.key_mask if mask.visible is None else mask.visible
-    first = mask.query_offset if shown is None else int(shown.flatten(0, -2).any(0).int().argmax())
-    return _latest_start(positions) < mask.query_offset - first
+def _first_seen(shown: Tensor) -> int:
+    """The first slot that is seen in any row, of [B, S] or [B, H, T, S]."""
+    return int(shown.flatten(0, -2).any(0).int().argmax())
 
 
 def _latest_start(positions: Tensor) -> int:

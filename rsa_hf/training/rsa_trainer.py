@@ -31,7 +31,7 @@ class RSATrainer(Trainer):
     Arguments are those of `Trainer`, by name.
 
     Raises:
-        ValueError: parallel tracks for a model without a state, or more or fewer of them than a step has rows.
+        ValueError: parallel tracks for a model without a state; while training, other rows in a step than tracks.
         DivergedError: while training.
     """
 
