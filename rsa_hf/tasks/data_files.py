@@ -38,18 +38,18 @@ Row = TypeVar("Row")
 class DataSource:
     """Where the data of a run comes from. Keys are called as in transformers' examples where those have them."""
 
-    dataset_name: str | None = HfArg(default=None, help="Name on the Hub, such as Salesforce/wikitext.")
+    dataset_name: str | None = HfArg(default=None, help="Data set on the Hub, such as Salesforce/wikitext.")
     dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
-    train_split_name: str | None = HfArg(default=None, help="Its name of the training split; default train.")
-    validation_split_name: str | None = HfArg(default=None, help="Its validation split; default validation.")
-    test_split_name: str | None = HfArg(default=None, help="Its test split; default test.")
+    train_split_name: str | None = HfArg(default=None, help="Name of its training split; default train.")
+    validation_split_name: str | None = HfArg(default=None, help="Name of its validation split; default validation.")
+    test_split_name: str | None = HfArg(default=None, help="Name of its test split; default test.")
     train_file: str | None = HfArg(
         default=None,
-        help="In place of it, files. Functions: JSON lines, a JSON array, CSV or Parquet. Text: read as bytes, or "
-        "documents as JSON lines. They may be compressed, as .gz or .xz.",
+        help="Training files, instead of dataset_name. Functions: JSON lines, a JSON array, CSV or Parquet. Text: "
+        "read as bytes, or documents as JSON lines. They may be compressed, as .gz or .xz.",
     )
-    validation_file: str | None = HfArg(default=None, help="The same for validation.")
-    test_file: str | None = HfArg(default=None, help="The same for testing.")
+    validation_file: str | None = HfArg(default=None, help="Validation files, as train_file.")
+    test_file: str | None = HfArg(default=None, help="Test files, as train_file.")
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.files:

@@ -53,7 +53,7 @@ class DefectDataConfig(DataSource):
         default=None, help="Column or field with the text of a function. Default: func, func_before or code."
     )
     label_column_name: str | None = HfArg(
-        default=None, help="Column or field with its label, 1 for a defective one. Default: target, vul or label."
+        default=None, help="Column or field with its label: 1 if it is defective. Default: target, vul or label."
     )
     label_values: list[str] | None = HfArg(
         default=None, help="Labels in words: of a clean and of a defective function, such as safe vulnerable."
@@ -79,9 +79,9 @@ class DefectDataConfig(DataSource):
     validation_split_percentage: float = HfArg(default=10, help="Percent of the functions for validation.")
     test_split_percentage: float = HfArg(default=10, help="Percent of the functions for testing.")
     max_train_samples: int | None = HfArg(
-        default=None, help="At most so many training functions, at random with the classes in proportion; default all."
+        default=None, help="Number of training functions, drawn at random with the classes in proportion; default all."
     )
-    max_eval_samples: int | None = HfArg(default=None, help="The same for validation and test, each.")
+    max_eval_samples: int | None = HfArg(default=None, help="As max_train_samples, for validation and for test.")
     deduplicate: bool = HfArg(
         default=True,
         help="Drop training functions that repeat another one (up to the length of whitespace), carry both labels, or "

@@ -46,10 +46,10 @@ class LanguageModelingDataConfig(DataSource):
         default=None,
         help="Tokens from one evaluation block's start to the next; the rest is context. Default: all but one.",
     )
-    max_train_bytes: int | None = HfArg(default=None, help="At most so much training text, cut after a line end.")
-    max_eval_bytes: int | None = HfArg(default=None, help="The same for validation and test, each.")
+    max_train_bytes: int | None = HfArg(default=None, help="Bytes of training text to read, up to a line end.")
+    max_eval_bytes: int | None = HfArg(default=None, help="As max_train_bytes, for validation and for test.")
     validation_split_percentage: float = HfArg(default=5, help="Percent of the training text for validation.")
-    test_split_percentage: float = HfArg(default=5, help="Percent for testing, if there is no validation text either.")
+    test_split_percentage: float = HfArg(default=5, help="Percent for testing, if no validation text is given either.")
     streaming: bool = HfArg(
         default=False,
         help="Read the training text piece by piece, and train on its blocks in order; needs a validation text.",

@@ -59,7 +59,7 @@ class ModelArguments:
     model_name_or_path: str | None = HfArg(
         default=None, help="Name on the Hub, local folder, or package:NAME/FOLDER in a Python package."
     )
-    model_type: str | None = HfArg(default=None, help="In place of it, a model type such as llama: random weights.")
+    model_type: str | None = HfArg(default=None, help="Model type of a new model, such as llama: random weights.")
     config_overrides: dict[str, Any] | str | None = HfArg(
         default=None, help="Entries of the model's config to change."
     )
@@ -67,7 +67,7 @@ class ModelArguments:
         default=None, help="Source of the tokenizer, or bytes or text8. Default: the model's."
     )
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager or another of transformers'.")
-    ignore_mismatched_sizes: bool = HfArg(default=False, help="Replace a head for another number of classes.")
+    ignore_mismatched_sizes: bool = HfArg(default=False, help="Replace a head that has another number of classes.")
 
     def __post_init__(self) -> None:
         self.config_overrides = as_mapping("config_overrides", self.config_overrides)
