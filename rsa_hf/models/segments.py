@@ -15,8 +15,8 @@ The `forward` of each model takes
 
 It raises a ValueError for both or neither of `input_ids` and `inputs_embeds`, and for a state of another model or
 batch size. A state is a tuple of tensors with the batch on dimension 0, detached: gradients end where a segment begins
-(truncated back-propagation through time). CONTRIBUTING.md describes the class attributes `segment_state`,
-`memory_settings` and `takes_shift_labels`, by which training, evaluation and generation know of it.
+(truncated back-propagation through time). CONTRIBUTING.md describes the class attributes `segment_state` and
+`memory_settings`, by which training, evaluation and generation know of it.
 
 Notation: B rows, T tokens, V words, n channels.
 """
@@ -113,7 +113,6 @@ class SegmentModelWithHead(SegmentPreTrainedModel):
 class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
     """A language model: a base model, and a linear layer over the next token. A state takes the place of a cache."""
 
-    takes_shift_labels: ClassVar[bool] = True
     # The state cannot be rewound, as assisted generation would need.
     _is_stateful = True
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  (transformers' own type)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 
 def segment_state_of(model: nn.Module) -> str:
@@ -42,7 +41,6 @@ class CarriedState:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = segment_state_of(model)
-        self._computes_loss = getattr(model, "takes_shift_labels", False)
         self._states: dict[int, Any] = {}
 
     def reset(self) -> None:
@@ -54,15 +52,10 @@ class CarriedState:
 
         `micro_batch` is the index of the micro-batch in its step; it continues that of the step before.
         """
-        inputs: dict[str, Any] = {**batch, self.name: self._states.get(micro_batch)}
-        if not self._computes_loss:
-            targets = inputs.pop("shift_labels")
-        outputs = model(**inputs)
+        outputs = model(**batch, **{self.name: self._states.get(micro_batch)})
         self._states[micro_batch] = carried_from(outputs, self.name)
-        if self._computes_loss:  # an adaptive softmax computes it without all logits
-            loss: Tensor = outputs.loss
-            return loss
-        return cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
+        loss: Tensor = outputs.loss
+        return loss
 
     def save(self, folder: Path, process: int) -> None:
         """Write the state of this process's tracks into a checkpoint."""

@@ -165,7 +165,6 @@ class RecurrentEncoderDecoderForConditionalGeneration(RecurrentEncoderDecoderPre
     """An encoder-decoder RNN that predicts the next token of the target."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.network.embeddings.weight"}  # noqa: RUF012
-    takes_shift_labels = False  # its labels are not those of the input
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
