@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer
 
 from rsa_hf.hub import write_card
 from rsa_hf.patching import is_patched
@@ -46,7 +46,7 @@ class RSATrainer(Trainer):
         if getattr(model, "segment_state", None) is not None:
             args.use_cache = True  # the Trainer switches off what a model returns for the next segment
         super().__init__(args=args, **keywords)
-        if self.pop_callback(PrinterCallback) is None and self.pop_callback(ProgressCallback) is not None:
+        if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ProgressBar)
         self.stop = StopOnSignal(self)
         self.add_callback(RSACallback(self))
