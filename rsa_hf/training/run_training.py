@@ -59,7 +59,8 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
     if trainer.stop.signal is not None:
         if main:
             step = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
-            print(f"stopped at {step}, with a checkpoint. The same command goes on from there.", file=sys.stderr)
+            goes_on = "" if args.save_only_model else " The same command goes on from there."
+            print(f"stopped at {step}, with a checkpoint.{goes_on}", file=sys.stderr)
         raise SystemExit(128 + trainer.stop.signal)
 
 
