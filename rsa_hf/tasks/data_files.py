@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import lzma
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -141,7 +140,7 @@ def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than some functions have
+    csv.field_size_limit(2**31 - 1)  # a C long on Windows; the default of 131,072 is less than some functions have
     with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         reader, row = csv.DictReader(text, strict=True), None
         for row in reader:
