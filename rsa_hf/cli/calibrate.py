@@ -21,7 +21,7 @@ def calibrate(
     ],
     out: Annotated[str, typer.Argument(help="Folder for the patched checkpoint; new or empty.")],
     text: Annotated[
-        str | None, typer.Option(help="A text file of the kind that the model, a language model, is for.")
+        str | None, typer.Option(help="A text file of the kind that the model is for; its first 8 MiB are read.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
@@ -87,7 +87,7 @@ def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
             f"{base} is a {type(model).__name__}: --text is for causal language models, which predict the next token. "
             "Give --config and --task for another."
         )
-    content = read_texts(LanguageModelingDataConfig(test_file=expanded(text)), "test")["test"]
+    content = read_texts(LanguageModelingDataConfig(test_file=expanded(text), max_eval_bytes=2**23), "test")["test"]
     tokenizer = load_tokenizer(base)
     try:
         ids = tokenizer(content.decode(), return_tensors="pt", verbose=False).input_ids[0]
