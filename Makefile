@@ -27,8 +27,8 @@ $(READY): pyproject.toml constraints.txt
 venv: $(READY)  ## Make the virtual environment
 
 lint: $(READY)  ## Formatting and lint, of the workflows too
-	$(BIN)/ruff format --check rsa_hf experiments scripts tests
-	$(BIN)/ruff check rsa_hf experiments scripts tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(READY) ## Type check
