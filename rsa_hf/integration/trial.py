@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 _OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
 _SDPA = torch._C._nn.scaled_dot_product_attention
-_trusted: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that passed a trial, for as long as they exist
+# Functions that passed a trial, for as long as they exist, and whether it showed that no query sees later keys.
+_trusted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def require_trusted(
     query may see later keys. A NotImplementedError: it cannot be tried here; a ValueError: its output is not that of
     attention over the V that it was given.
     """
-    if foreign in _trusted:
+    if _trusted.get(foreign, -1) >= is_causal:
         return
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
     if str(foreign.__module__).startswith("torch.distributed"):
@@ -139,7 +140,7 @@ def require_trusted(
             "queries, heads, head size], for all heads and all positions. Use 'sdpa', 'eager' or 'flash_attention_2'."
         )
     if query.shape[2] > 1:  # one query shows nothing of the direction
-        _trusted.add(foreign)
+        _trusted[foreign] = is_causal
 
 
 def attention_output(result: Any, implementation: str, query: Tensor, value: Tensor) -> Tensor:

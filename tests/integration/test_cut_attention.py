@@ -52,6 +52,8 @@ def test_an_output_of_another_layout_is_refused(family, function, length, regist
     batch = inputs(family, length=length)
     model(**batch)
     model.set_attn_implementation("mine")
+    if function is WRONG["sees ahead"]:
+        model(**batch | {"attention_mask": torch.ones(2, 1, length, length).tril().bool()})  # which a mask prevents
     with pytest.raises(ValueError, match=r"attn_implementation='mine'.*\[batch, queries, heads, head size\]"):
         model(**batch)
 
