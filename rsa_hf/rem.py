@@ -137,8 +137,8 @@ def mix(attention: Tensor, product: Tensor, gate: Tensor, heads: tuple[int, ...]
     `heads` are their ascending indices. The result has the shape and dtype of `attention`.
     """
     softmax = take_heads(attention, heads, dim=2).to(product.dtype)
-    # lerp(a, b, g) = a + g (b − a) while g < 1/2, so a closed gate changes no bit.
-    mixed = torch.lerp(softmax, product.transpose(1, 2), gate[:, None].to(product.dtype))
+    g = gate[:, None].to(product.dtype)
+    mixed = (1 - g) * softmax + g * product.transpose(1, 2)
     return put_heads(attention, mixed.to(attention.dtype), heads)
 
 
