@@ -70,12 +70,12 @@ def test_scores_agree_with_finite_differences(family, attention, rem, monkeypatc
     monkeypatch.setattr("rsa_hf.calibration.choice.DICTIONARY", (rem,))
     model, batch = build(family, attention), batch_of(family)
     with ProbedModel(model) as probed:
-        scores = score(probed.gradients([batch]), probed.directions)
-        causal = probed.directions
-        length = [x.shape[-1] for x in probed.gradients([batch]).lags]
+        found, causal = probed.gradients([batch]), probed.directions
+    scores, length = score(found, causal), [x.shape[-1] for x in found.lags]
+    plain = patched_loss(family, attention, model.state_dict(), [], batch)
     for layer, head in ((0, 1), (1, 3), (len(causal) - 1, 2)):
-        mass, losses = mass_of(rem, length[layer], causal[layer]), []
-        for share in (0.0, STEP, 2 * STEP):
+        mass, losses = mass_of(rem, length[layer], causal[layer]), [plain]
+        for share in (STEP, 2 * STEP):
             heads = [HeadConfig(**{**vars(rem), "layer": layer, "head": head, "gate": share / mass})]
             losses.append(patched_loss(family, attention, model.state_dict(), heads, batch))
         expected = (4 * losses[1] - losses[2] - 3 * losses[0]) / (2 * STEP)

@@ -48,8 +48,7 @@ functools.update_wrapper(WRONG["flat"], sdpa_attention_forward)  # which makes i
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_output_of_another_layout_is_refused(family, function, length, register_attention):
     register_attention("mine", function)
-    model = patched(family)
-    batch = inputs(family, length=length)
+    model, batch = patched(family), inputs(family, length=length)
     model(**batch)
     model.set_attn_implementation("mine")
     if function is WRONG["sees ahead"]:

@@ -56,6 +56,7 @@ def added_to_the_paper(described, rate, angle, step):
     ],
 )
 def test_free_lags_agree_with_nested_loops(backend, T, S, window, documents, causal):
+    T, S = (T - 16, S - 16) if backend == "triton" else (T, S)  # interpreted kernels are slow, with chunks of 16
     tensors = draw(S, torch.float32 if backend == "triton" else torch.float64)
     key_mask = torch.ones(2, S, dtype=torch.bool, device=device())
     key_mask[1, S // 2] = False
@@ -78,10 +79,8 @@ def test_free_lags_agree_with_nested_loops(backend, T, S, window, documents, cau
     expected = values_and_gradients(functools.partial(loops, weight), exact)
     errors = {name: relative_error(*pair) for name, *pair in zip(names, found, expected, strict=True)}
     assert max(errors.values()) < (1e-4 if backend == "triton" else 1e-9), errors
-    value, decay, theta, free_lags = exact
-    sizes = {"query_length": T, "key_length": S, "causal": causal, "free_lags": free_lags}
-    P = rem_matrix(KINDS, decay, theta, DILATION, **sizes)
-    assert relative_error(torch.where(visible, P, 0) @ value, expected[0]) < 1e-9
+    P = rem_matrix(KINDS, *exact[1:3], DILATION, query_length=T, key_length=S, causal=causal, free_lags=exact[3])
+    assert relative_error(torch.where(visible, P, 0) @ exact[0], expected[0]) < 1e-9
     for broken in (one_step_late, backwards, added_to_the_paper):
         with torch.no_grad():
             wrong = loops(broken, *exact)

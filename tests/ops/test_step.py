@@ -59,8 +59,9 @@ def expected_step(heads, attention, value, position=S - 1, visible=None):
     ("make", "H", "Hv", "D"), [*((layer, *each) for each in SIZES), (named_layer, 6, 6, 5), (named_layer, 12, 4, 17)]
 )
 def test_a_step_agrees_with_dense_p(backend, dtype, tolerance, make, H, Hv, D):
-    if backend == "triton" and dtype == torch.float64:
-        dtype, tolerance = torch.float16, 3e-3  # its kernels take no float64
+    if backend == "triton" and dtype != torch.float32:  # its kernels take no float64, and interpreted they are slow
+        D = min(D, 17)
+        dtype, tolerance = (torch.float16, 3e-3) if dtype == torch.float64 else (dtype, tolerance)
     heads, (attention, value), slots = make(H).to(device()), tensors(H, Hv, D, dtype), torch.arange(S, device=device())
     padding = slots >= torch.tensor([[7], [0]], device=device())
     masks = {

@@ -74,7 +74,7 @@ def test_intervals_are_percentiles_over_functions_drawn_again(seed, spread):
     scores = np.round(random.normal(size=300) * spread + labels)  # with ties
     found = bootstrap_intervals(logits_of(scores), labels)
     samples = []
-    for _ in range(1000):
+    for _ in range(500):
         chosen = random.integers(0, 300, 300)
         drawn, of = labels[chosen], scores[chosen]
         classes = [f1_score(drawn, of > 0), matthews_corrcoef(drawn, of > 0), np.mean(drawn == (of > 0))]
