@@ -89,7 +89,10 @@ class RunFolder:
                 (self.folder / name).unlink(missing_ok=True)
 
     def write(self, **ended: str) -> None:
-        """Write the settings, before the first step; once the run has ended, with its `result`, a table."""
+        """Write the settings, and once the run has ended its `result`, a table.
+
+        The first time is right before the first step: a run that fails earlier does not claim the folder.
+        """
         write_text(self._file, json.dumps({**self.content, **ended}, indent=2) + "\n")
 
 
