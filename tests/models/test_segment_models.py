@@ -53,7 +53,7 @@ def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch
     # The controls: no carried state, and lags counted from the start of each segment.
     forgetful = torch.cat([model(segment).logits for segment in tokens.split(lengths, dim=1)], dim=1)
     assert difference(forgetful, whole.logits) > 1e-2
-    if rsa is not None and name != "temporal_latent_bottleneck":  # which reads unfinished chunks from their start
+    if rsa is not None:
         break_mask(monkeypatch, forgets_the_offset)
         assert difference(in_segments(model, tokens, lengths), whole.logits) > 1e-3
 

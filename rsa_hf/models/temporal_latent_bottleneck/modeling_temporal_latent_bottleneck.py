@@ -55,9 +55,21 @@ __all__ = [
 ]
 
 
+def merged(earlier: Tensor, new: Tensor, is_earlier: Tensor) -> Tensor:
+    """Merge what earlier segments and this one have computed of the first S slots of a chunk, [B, …, S, D].
+
+    `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token. `new` has the last T of
+    the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
+    """
+    B, S = is_earlier.shape
+    new = F.pad(new, (0, 0, S - new.shape[-2], 0))
+    return torch.where(is_earlier.view(B, *[1] * (new.dim() - 3), S, 1), earlier[..., :S, :].to(new.dtype), new)
+
+
 def kept(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new tensor for the chosen rows, the old one for the others."""
-    return torch.where(rows.to(new.device)[:, None, None], new, old.to(new.dtype))
+    """The new tensor for the chosen rows, the old one for the others; dimension −2 of the new one is padded."""
+    new = F.pad(new, (0, 0, 0, old.shape[-2] - new.shape[-2]))
+    return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
 
 class SelfAttention(InterfaceAttention):
@@ -68,10 +80,15 @@ class SelfAttention(InterfaceAttention):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, visible: Tensor) -> Tensor:
-        """[B, T, n] → [B, T, n]. `visible`, [1, 1, T, T], says which tokens each one sees."""
+    def forward(self, hidden: Tensor, visible: Tensor, earlier: Tensor, is_earlier: Tensor) -> tuple[Tensor, Tensor]:
+        """From the tokens in the last T of S slots, [B, T, n], to the output and keys and values, [B, 2, H, S, D].
+
+        `visible`, [1, 1, T, S], says which slots each token sees. `earlier` holds the keys and values of the tokens of
+        earlier segments, [B, 2, H, K, D]; it and `is_earlier` are as for `merged`.
+        """
         query, key, value = self.qkv(hidden).unflatten(-1, (3, *self.heads)).permute(2, 0, 3, 1, 4)
-        return cast(Tensor, self.out(self.attend(query, key, value, visible)[0]))
+        keys_values = merged(earlier, torch.stack([key, value], dim=1), is_earlier)
+        return self.out(self.attend(query, keys_values[:, 0], keys_values[:, 1], visible)[0]), keys_values
 
 
 class CrossAttention(InterfaceAttention):
@@ -134,11 +151,14 @@ class FastLayer(GradientCheckpointingLayer):
         is_last_of_R = (layer_idx + 1) % config.cross_attention_every == 0
         self.cross = CrossLayer(config) if is_last_of_R else None
 
-    def forward(self, hidden: Tensor, states: Tensor, visible: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, states: Tensor, visible: Tensor, earlier: Tensor, is_earlier: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As `SelfAttention.forward`, with the states [B, N, n]."""
-        hidden = hidden + self.drop(self.attention(self.norm(hidden), visible))
+        attended, keys_values = self.attention(self.norm(hidden), visible, earlier, is_earlier)
+        hidden = hidden + self.drop(attended)
         hidden = hidden + self.feed_forward(hidden)
-        return hidden if self.cross is None else self.cross(hidden, states)
+        return hidden if self.cross is None else self.cross(hidden, states), keys_values
 
 
 class TemporalLatentBottleneckPreTrainedModel(SegmentPreTrainedModel):
@@ -189,18 +209,19 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
 
         Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. Padding may
         stand on either side or between tokens, and counts in no chunk. The state is the states, [B, N, n]; then, of
-        the unfinished chunk, the embeddings of its tokens, [B, K, n], and how many each row has, [B]: the next segment
-        reads them again. `hidden_states` are the fast stream's input and the output of each of its layers, the last
-        one normalised.
+        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D],
+        and how many tokens each row has, [B]. `hidden_states` are the fast stream's input and the output of each of
+        its layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         config, (B, T, n), device = self.config, embedded.shape, embedded.device
-        K, N = config.chunk_size, config.num_states
+        H, K, N = config.num_attention_heads, config.chunk_size, config.num_states
+        shapes = [(B, N, n), (B, K, n), (B, config.num_hidden_layers, 2, H, K, n // H), (B,)]
         if state is None:
-            zeros = (embedded.new_zeros(B, size, n) for size in (N, K))
+            zeros = (embedded.new_zeros(shape) for shape in shapes[:-1])
             state = [*zeros, torch.zeros(B, dtype=torch.long, device="cpu")]
-        require_shapes("state", state, [(B, N, n), (B, K, n), (B,)])
-        states, unfinished, filled = state[0], state[1].to(embedded.dtype), state[2].cpu()
+        require_shapes("state", state, shapes)
+        states, outputs, keys_values, filled = *state[:-1], state[-1].cpu()
         # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes none, so a
         # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. With K = 4,
         # T = 3 and `filled` = (3, 0) rows end at (6, 3): one takes slots 3, 4 and 5, finishes the chunk 0 … 3 and
@@ -209,33 +230,42 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         if attention_mask is not None:
             real = attention_mask[:, -T:].bool().cpu()
         ends = filled + real.sum(1)
-        last = max(*ends.tolist(), 1)
-        size = (last // K + 1) * K  # of chunks that hold all tokens, and the next unfinished one of each row
-        slots = torch.where(real, filled[:, None] + real.cumsum(1) - 1, size)[..., None].expand(-1, -1, n).to(device)
-        tokens = F.pad(unfinished, (0, 0, 0, size + 1 - K)).scatter(1, slots, embedded)
+        first = int(filled.min())
+        last = max(*ends.tolist(), first + 1)
+        slots = filled[:, None] - first + real.cumsum(1) - 1
+        slots = torch.where(real, slots, last - first)[..., None].expand(-1, -1, n).to(device)
+        tokens = embedded.new_zeros(B, last - first + 1, n).scatter(1, slots, embedded)
         positions = sinusoids(torch.arange(K, device=device), n).to(embedded.dtype)
         numbers = sinusoids(torch.arange(N, device=device), n).to(embedded.dtype)
-        # One tensor for all whole chunks, so that a mask is read once.
-        visible, passed = torch.ones(1, 1, K, K, dtype=torch.bool, device=device).tril(), list[list[Tensor]]()
+        visible, passed = torch.empty(0), list[list[Tensor]]()
         for start in range(0, last, K):
-            length = min(K, last - start)
-            seen = visible if length == K else visible[..., :length, :length]
-            hiddens = [self.dropout(tokens[:, start : start + length] + positions[:length])]
-            states_seen = states + numbers
-            for layer in self.layers:
-                hiddens.append(layer(hiddens[-1], states_seen, seen))
+            begin, end = max(start, first), min(start + K, last)
+            if visible.shape[2:] != (end - begin, end - start):
+                # One tensor for all chunks of a shape, so that a mask is read once.
+                visible = torch.ones(end - begin, end - start, dtype=torch.bool, device=device)
+                visible = visible.tril(begin - start)[None, None]
+            is_earlier = (torch.arange(start, end, device="cpu") < filled[:, None]).to(device)
+            hidden = self.dropout(tokens[:, begin - first : end - first] + positions[begin - start : end - start])
+            hiddens, made, states_seen = [hidden], [], states + numbers
+            for i, layer in enumerate(self.layers):
+                hidden, of_layer = layer(hidden, states_seen, visible, keys_values[:, i], is_earlier)
+                hiddens.append(hidden)
+                made.append(of_layer)
             passed.append(hiddens)
-            if length == K:
-                states = kept(ends >= start + K, self.slow_norm(self.slow(states_seen, hiddens[-1])), states)
+            whole = merged(outputs, hidden, is_earlier)
+            if end == start + K:
+                states = kept(ends >= end, self.slow_norm(self.slow(states_seen, whole)), states)
+            unfinished = (start < ends) & (ends < start + K)
+            if bool(unfinished.any()):
+                outputs = kept(unfinished, whole, outputs)
+                keys_values = kept(unfinished, torch.stack(made, dim=1), keys_values)
 
         # Padding reads the extra place, which is zero.
-        whole_text = (F.pad(torch.cat(pieces, 1), (0, 0, 0, size + 1 - last)) for pieces in zip(*passed, strict=True))
+        whole_text = (F.pad(torch.cat(pieces, 1), (0, 0, 0, 1)) for pieces in zip(*passed, strict=True))
         *hidden_states, last_hidden = (hidden.gather(1, slots) for hidden in whole_text)
         last_hidden = self.norm(last_hidden)
         use_cache = config.use_cache if use_cache is None else use_cache
-        places = (ends // K * K)[:, None] + torch.arange(K, device="cpu")
-        unfinished = tokens.gather(1, places[..., None].expand(-1, -1, n).to(device))
-        state = states.detach(), unfinished.detach(), (ends % K).to(device)
+        state = states.detach(), outputs.detach(), keys_values.detach(), (ends % K).to(device)
         return SegmentOutput(
             last_hidden_state=last_hidden,
             state=state if use_cache else None,
