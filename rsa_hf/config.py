@@ -1,7 +1,7 @@
 """`RSAConfig`: which attention heads become RSA heads, with which REM, and where their parameters start.
 
-It counts heads or names them, as `HeadConfig`s; counts stand for named heads. `LayerSpec` is what the config means for
-one layer.
+The config counts heads, or names them as `HeadConfig`s; counts stand for named heads. `LayerSpec` is what the config
+means for one layer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class HeadConfig:
         kind: the base REM, `"regular"`, `"cos"` or `"sin"`.
         decay: initial λ, between −1 and 1, of a regular head; initial γ, between 0 and 1, of a cyclical one.
         gate: initial g, from 0 to 1.
-        theta: initial θ in radians; not read for regular heads.
+        theta: initial θ in radians; ignored for regular heads.
         dilation: d, a whole number ≥ 1.
-        pair: cyclical heads of a layer with the same number share (ν, θ), which start as the first of them says.
-            None: the head has its own. Not read for regular heads.
-        free_lags: where the weights of the first steps start, as many as `num_free_lags`, which they set if it is 0.
-            None: at the paper's, if other heads have any.
+        pair: cyclical heads of a layer with the same number share (ν, θ), which start at the values of the first of
+            them. None: the head has its own. Ignored for regular heads.
+        free_lags: initial weights of the first steps, as many as `num_free_lags`; if that is 0, their number sets it.
+            None: the paper's weights, if other heads have free lags.
 
     Raises:
         TypeError, ValueError: a field has a type or a value that is not allowed.
@@ -93,8 +93,8 @@ class RSAConfig:
     regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6, section 3); the i-th cos head
     and the i-th sin head are a pair, and share (ν, θ). `heads` names single heads instead.
 
-    The defaults change a pretrained model little. `rsa_hf.calibrate` makes it better (RESULTS.md): it names the heads
-    on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
+    The defaults change a pretrained model little. `rsa_hf.calibrate` makes such a model better (RESULTS.md): it names
+    the heads on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
         num_regular: number of regular REM heads, k1 (λ = tanh η).
@@ -105,23 +105,23 @@ class RSAConfig:
             (dilated regular, dilated cos, dilated sin), e.g. `[3, 6, 9, 12]`.
         gate_init: initial μ, where the gate is σ(μ). −3 keeps a pretrained model nearly as it was; `float("-inf")`
             shuts the gate, and outputs are then bitwise those of the unpatched model.
-        nu_init: initial ν, where γ is sigmoid ν: one number for all pairs, or `(low, high)`; the pairs of a layer
-            then start in the middles of equal parts of that range. The default is the paper's (section 3).
+        nu_init: initial ν, where γ is sigmoid ν: one number for all pairs, or `(low, high)`; the pairs of a layer then
+            start at the midpoints of equal parts of that range. The default is the paper's (section 3).
         theta_init: initial θ in radians, given in the same way. The default is the paper's.
-        gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper). None: one per layer,
-            and one per head where `heads` names them. One for all starts at the gate of the layer's first RSA head.
+        gate_per_head: one μ per RSA head (an extension) instead of one per layer (the paper). None: one per layer, and
+            one per head where `heads` names them. A shared μ starts at the gate of the layer's first RSA head.
         layers: ascending indices of the self-attention layers to patch, counted over all self-attention modules of
             the model in module order (for an encoder-decoder: the encoder's first). None: every layer.
-        causal: True for masked REMs, False for unmasked ones, or one of them per patched layer; None: the direction
+        causal: True for masked REMs, False for unmasked ones, or one such value per patched layer; None: the direction
             of the attention module.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. 1 stores the plain values: 1,000 steps of Adam
             at 5e-5 then move a gate's μ by about 0.05.
-        num_free_lags: K ≤ 8, the number of first steps whose weights are free (an extension): f(kd) for k = 1 … K is a
-            number of its own for each head, which starts as in the paper and learns as fast as the weights. In the
-            paper a head whose memory is short is weak too: f(1) is λ or γ cos θ.
-        heads: the RSA heads by name, as `HeadConfig` or mappings, in place of the counts and what goes with them.
-            `layers` are the layers that they name. No heads, `()`, leaves a model plain.
+        num_free_lags: K ≤ 8, the number of first steps whose weights are free (an extension): for each head, f(kd) for
+            k = 1 … K are separate parameters, which start as in the paper and learn as fast as the weights. In the
+            paper, a head with a short memory is also weak: f(1) is λ or γ cos θ.
+        heads: the RSA heads by name, as `HeadConfig` or mappings, instead of the counts and the settings that go with
+            them. `layers` are then the layers that these heads name. `()`, no heads, leaves a model plain.
 
     Raises:
         TypeError, ValueError: a field has a type or a value that is not allowed.
@@ -173,9 +173,9 @@ class RSAConfig:
     def from_scratch(cls, num_heads: int) -> RSAConfig:
         """The config for a model that is trained from random weights, with `num_heads` attention heads in each layer.
 
-        All heads are RSA heads in cyclical pairs, an odd one regular, with the first two lags free. Gates start at
-        σ(1), ν at 0, a memory of few tokens, and θ is spread over (0, π). Gates and rates learn at the pace of the
-        weights. It was chosen by a rule among other starts, forms and paces: `python -m experiments defaults`.
+        All heads are RSA heads in cyclical pairs (an odd one is regular), with the first two lags free. Gates start at
+        σ(1), ν at 0 (a memory of few tokens), and θ is spread over (0, π). Gates and rates learn as fast as the
+        weights. A rule chose this config over other starts, forms and paces: `python -m experiments defaults`.
         """
         _check("num_heads", num_heads)
         return cls(
@@ -194,7 +194,7 @@ class RSAConfig:
         return _from_mapping(cls, "RSA setting", values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that apply as plain lists, numbers and booleans; `from_dict` reads them back."""
+        """The fields that apply, as plain lists, numbers and booleans; `from_dict` reads them back."""
         names = [each.name for each in fields(self) if each.name != "heads"] if self.heads is None else _WITH_HEADS
         values = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
         if not self.num_free_lags:
@@ -206,8 +206,8 @@ class RSAConfig:
     def layer_specs(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
         """What the config means for each patched layer.
 
-        `num_heads` has the number of attention heads H of each, or None where it is not known: a checkpoint has its
-        counts written out. A config that does not fit is a ValueError.
+        `num_heads` has the number of attention heads H of each layer, or None if it is not known: a checkpoint has its
+        counts written out. A config that does not fit raises a ValueError.
         """
         n = len(num_heads)
         if self.layers is not None and len(self.layers) != n:
@@ -224,9 +224,9 @@ class RSAConfig:
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
 
     def resolved(self, num_heads: Sequence[int | None]) -> RSAConfig:
-        """The same config for a checkpoint, which depends on no default; `num_heads` as for `layer_specs`.
+        """The same config in a form without defaults, for a checkpoint; `num_heads` is as for `layer_specs`.
 
-        Counts are written out, or where they are not the same for all layers, the heads are named.
+        Counts are written out; if they are not the same for all layers, the heads are named instead.
         """
         if self.heads is not None:
             return self

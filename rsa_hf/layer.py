@@ -101,13 +101,13 @@ class RSAHeads(nn.Module):
             attention: output of softmax attention, [B, T, H, D].
             value: V, [B, Hv, S, D]; head h reads value head h // (H / Hv).
             mask: which keys each query sees.
-            shard: under tensor parallelism, the run of the layer's heads that `attention` and `value` have.
+            shard: under tensor parallelism, the run of the layer's heads that `attention` and `value` hold.
 
         Returns:
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads unchanged.
 
         Raises:
-            ValueError: the layer does not have the heads of the spec, or other lengths than `mask`.
+            ValueError: the layer does not have the heads of the spec, or its lengths differ from those of `mask`.
             NotImplementedError: called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

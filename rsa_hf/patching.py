@@ -43,11 +43,11 @@ def patch_model(
 ) -> PreTrainedModel:
     """Put RSA heads on the self-attention modules of a model, in place.
 
-    The modules are found by running a copy of the model's base, which shares its weights, on a few tokens. The copy
-    is patched and run again, to check that every RSA layer takes part. If anything fails, the model is as it was.
+    The modules are found by running a copy of the model's base, which shares its weights, on a few tokens. The copy is
+    patched and run again, to check that every RSA layer takes part. If anything fails, the model is left as it was.
 
-    The config is written to `model.config.rsa`. A model that is built from this config object later has RSA heads
-    too, which is logged as a warning; for a plain one copy the config before patching.
+    The config is written to `model.config.rsa`. A model that is built from this config object later has RSA heads too,
+    which is logged as a warning; for a plain model, copy the config before patching.
 
     Args:
         model: any transformers model whose attention goes through transformers' attention interface, or is listed in
@@ -58,7 +58,7 @@ def patch_model(
             tokens.
 
     Returns:
-        The model. Patching again with the same config does nothing; one without heads does nothing, with a warning.
+        The model. Patching again with the same config does nothing; so does a config without heads, with a warning.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`, or a setting has the wrong type.
@@ -127,7 +127,7 @@ def patch_model(
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Remove the RSA heads, in place: the exact model, config and state-dict keys from before. Returns the model.
+    """Remove the RSA heads in place: restores the exact model, config and state-dict keys. Returns the model.
 
     A plain model is left as it is.
 

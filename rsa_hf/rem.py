@@ -1,4 +1,4 @@
-r"""The recurrence encoding matrices: the paper's mathematics, to be read beside it.
+r"""The recurrence encoding matrices: the paper's mathematics, to be read next to the paper.
 
 Notation: H heads, T queries, S keys; t indexes queries, s keys; queries are positions
 `query_offset … query_offset + T - 1` of the key axis, and τ = (query_offset + t) − s.
@@ -16,12 +16,12 @@ An RSA head mixes P V into softmax attention with a gate g = sigmoid μ (eq. 4):
 
     RSA(X) = (1 − g) · softmax(QKᵀ/√D) V + g · P V
 
-A head is described by its kind, its `decay` (λ or γ), its angle `theta` (not read for regular heads) and its
+A head is described by its kind, its `decay` (λ or γ), its angle `theta` (ignored for regular heads) and its
 `dilation`. `ops/` computes P V without P, in linear time.
 
 All of them are f(τ) = Re(c z^{k−1}) at the steps k = τ/d = 1, 2, …, with a complex rate z = λ or γ e^{iθ} and an
-amplitude c = z, of sin heads c = −i z. As an extension, the weights of the first K steps may be free: f(τ) is
-then a number of its own for k = 1 … K.
+amplitude c = z (for sin heads, c = −i z). As an extension, the weights of the first K steps may be free: f(τ) is then
+a separate number for each k = 1 … K.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def rem_matrix(
     causal: bool = True,
     free_lags: Tensor | None = None,
 ) -> Tensor:
-    """The explicit P of every head: quadratic in memory, to look at.
+    """The explicit P of every head, for inspection; quadratic in memory.
 
     Args:
         kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
@@ -105,10 +105,10 @@ def rem_matrix(
         free_lags: f(kd) of each head for the steps k = 1 … K ≤ 8, shape (H, K), in place of the paper's.
 
     Returns:
-        P, shape [H, T, S], where `decay` is and in its dtype; from numbers, as `torch.tensor` would make them.
+        P, shape [H, T, S], on the device and in the dtype of `decay`; for numbers, as `torch.tensor` would make them.
 
     Raises:
-        ValueError: an unknown kind, a dilation below 1, or head descriptions or free lags of other lengths.
+        ValueError: an unknown kind, a dilation below 1, or head descriptions or free lags whose lengths do not match.
     """
     kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation)
     require_free_lags(free_lags, len(kinds))

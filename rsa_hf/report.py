@@ -55,7 +55,7 @@ class RSAReport:
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """Gates and rates to log in training, in few numbers; empty without RSA heads.
+        """A few numbers on gates and rates, to log in training; empty without RSA heads.
 
         `rsa/gate` is the mean over all layers. For each RSA layer in module order, `rsa/gate/layer_NN` and
         `rsa/decay/layer_NN` are the means over its heads of g and of |λ| or γ.
@@ -92,7 +92,7 @@ def rsa_report(model: nn.Module) -> RSAReport:
 
     Args:
         model: any module; one without RSA heads gives an empty report. Under PEFT the heads of the active adapter are
-            read, and offloaded parameters are loaded. Under FSDP2 every process has to call this.
+            read, and offloaded parameters are loaded. Under FSDP2 every process must call this.
 
     Returns:
         The report: `print(report)` for a table, `report.to_dict()` for JSON.

@@ -44,10 +44,10 @@ def rem_product(
         causal: masked (True) or unmasked (False) REMs.
         num_key_value_groups: number of heads per value head (grouped-query attention).
         key_mask: [B or 1, S], False for keys that contribute nothing (padding).
-        documents: numbers of packed rows, [B or 1, S]: a run of equal ones is a document, and no query sees another
-            document.
-        sliding_window: number of positions that a query sees back, itself included, and with unmasked REMs as many
-            ahead.
+        documents: document numbers of packed rows, [B or 1, S]: a run of equal numbers is a document, and no query
+            sees another document.
+        sliding_window: number of positions that a query sees backwards, itself included, and with unmasked REMs as
+            many forwards.
         visible: [B or 1, H or 1, T, S], False where query t does not see key s, for any other mask. Exact, but
             costs O(T·S).
         free_lags: f(kd) of each head for the steps k = 1 … K ≤ 8, shape (H, K), in place of the paper's.
