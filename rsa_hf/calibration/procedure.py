@@ -30,11 +30,11 @@ class CalibrationSettings:
 
     Args:
         false_discoveries: the share of the chosen heads that may be there by chance.
-        max_rows: the largest number of rows that are read.
-        gate_passes: passes over the rows, forward and backward, that move the gates after they were opened; the check
-            takes one less. More passes take longer, and open the gates wider where that lowers the loss.
-        head_steps: steps of training for the new head of a classifier: one whose loss is about that of a constant
-            guess. Its encoder is frozen meanwhile, and the head is put back afterwards.
+        max_rows: the largest number of rows to read.
+        gate_passes: forward and backward passes over the rows that move the gates after they are opened; the check
+            takes one fewer. More passes take longer, and open the gates wider where that lowers the loss.
+        head_steps: training steps for the new head of a classifier, one whose loss is about that of a constant guess.
+            The encoder is frozen meanwhile, and the head is restored afterwards.
 
     Raises:
         ValueError: a value is outside its range.
@@ -66,8 +66,8 @@ def calibrate(
         config = calibrate(model, batches)
         patch_model(model, config)  # better on such data than before, with nothing trained yet
 
-    It names no heads where no gain could be shown; `patch_model` then leaves the model as it is. `run_calibration`
-    takes the same arguments, and returns a report too; see there.
+    The config names no heads if no gain could be shown; `patch_model` then leaves the model as it is.
+    `run_calibration` takes the same arguments, which it documents, and returns a report too.
     """
     return run_calibration(model, batches, seed=seed, progress=progress, **settings).config
 
@@ -82,22 +82,22 @@ def run_calibration(
 ) -> Calibration:
     """Find the heads on which recurrence helps a pretrained model, and how wide to open their gates.
 
-    1. One backward pass gives the derivative of the loss with respect to the share of each of a dictionary of REMs on
-       each head, with its standard error over rows. Heads are chosen as `choice.py` says.
-    2. The gates of the chosen heads open by a part of a Newton step. `gate_passes` more passes move each share towards
-       where its derivative would vanish (the secant method, in damped steps).
-    3. This is done without the first, the middle and the last third of the rows in turn, with one pass less: rows
-       of a document, which follow each other, are not independent. On the held-out rows, the mean loss has to
-       fall by 2.5 standard errors. Then it is done with all rows; otherwise the config names no heads.
+    1. One backward pass gives the derivative of the loss with respect to the share of each REM of a dictionary on each
+       head, with its standard error over rows. Heads are chosen as `choice.py` says.
+    2. The gates of the chosen heads open by a part of a Newton step. Another `gate_passes` passes move each share
+       towards the point where its derivative would vanish (the secant method, in damped steps).
+    3. Both steps run without the first, the middle and the last third of the rows in turn, with one pass fewer:
+       consecutive rows of a document are not independent. On the held-out rows, the mean loss must fall by 2.5
+       standard errors. If it does, both steps run with all rows; otherwise the config names no heads.
 
-    By default the rows pass five times forward and backward, and three times forward alone; weights get no gradients.
-    The model is in evaluation mode meanwhile, and as it was afterwards, also after an error.
+    By default the rows pass through the model five times forward and backward, and three times forward only; weights
+    get no gradients. The model is in evaluation mode meanwhile, and as before afterwards, even after an error.
 
     Args:
         model: an unpatched model whose output has a loss.
         batches: keyword arguments of the model's forward, labels included: a DataLoader, a list, a generator. Rows are
             read until there are `max_rows`; twelve are needed.
-        seed: of the random signs that say what chance does.
+        seed: the seed of the random signs that show what chance does.
         progress: whether to show a progress bar.
         **settings: the fields of `CalibrationSettings`.
 

@@ -30,17 +30,17 @@ class Calibration:
     """The outcome of a calibration; `print` shows a table.
 
     Attributes:
-        config: it names no heads if no gain was shown.
+        config: names no heads if no gain was shown.
         heads: the heads of the config.
-        derivatives: of every layer, and of every head in it, the derivative of the loss with respect to the share of
-            its best REM.
+        derivatives: for every layer and every head in it, the derivative of the loss with respect to the share of the
+            head's best REM.
         num_rows, loss: number of rows, and the plain model's mean loss.
-        gain: by how much the mean loss of rows falls with heads that were chosen without them.
+        gain: how much the mean loss of rows falls with heads that were chosen without these rows.
         gain_error: standard error of the gain, over rows.
-        gain_without_recurrence: the same with P = 0 on these heads, where their gates only damp attention.
-        head_steps: number of steps that the new head of a classifier was trained for, before all this.
-        rows_needed: where no gain was shown, the number of rows with which one could be. None if recurrence did not
-            help the rows at all, and they are as many as `max_rows` is by default.
+        gain_without_recurrence: the same gain with P = 0 on these heads, so that their gates only damp attention.
+        head_steps: number of steps for which the new head of a classifier was trained, before everything else.
+        rows_needed: if no gain was shown, the number of rows with which one could be shown. None if recurrence did not
+            help the rows at all and there were as many as `max_rows` is by default.
     """
 
     config: RSAConfig

@@ -102,10 +102,10 @@ class RSAArguments:
 
 @dataclass
 class RSATrainingArguments(TrainingArguments):
-    """transformers' `TrainingArguments`, with a learning rate of gates and rates.
+    """transformers' `TrainingArguments`, with a learning rate for gates and rates.
 
-    Defaults differ: a loss that is not a number is logged as it is, metrics of the tasks know whether less is better,
-    and memory is not pinned where there is no accelerator. `resume_from_checkpoint=true` is what a run does anyway.
+    Some defaults differ: a loss that is not a number is logged unchanged, metrics of the tasks know whether less is
+    better, and memory is not pinned without an accelerator. A run always does what `resume_from_checkpoint=true` does.
     """
 
     rsa_learning_rate: float | None = HfArg(

@@ -23,10 +23,10 @@ class DivergedError(FloatingPointError):
 class RSACallback(TrainerCallback):
     """Logs gates and rates after each log of the training loss: `trainer.add_callback(RSACallback(trainer))`.
 
-    They are a record of their own at the same step, so that every tracker and `state.log_history` get them:
-    `rsa/gate`, the mean over all layers, and for each RSA layer in module order `rsa/gate/layer_NN` and
-    `rsa/decay/layer_NN`, the means over its heads of g and of |λ| or γ. `rsa_hf.rsa_report` has the values of each
-    head. An `RSATrainer` has this callback.
+    They form a separate record at the same step, so every tracker and `state.log_history` get them: `rsa/gate`, the
+    mean over all layers, and for each RSA layer in module order `rsa/gate/layer_NN` and `rsa/decay/layer_NN`, the
+    means over its heads of g and of |λ| or γ. `rsa_hf.rsa_report` has the values of each head. An `RSATrainer` already
+    has this callback.
     """
 
     def __init__(self, trainer: Trainer) -> None:

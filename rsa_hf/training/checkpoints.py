@@ -112,11 +112,11 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(args.output_dir))
 
-    A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are;
-    so give each new run its own folder. One of `save_only_model` is not: the Trainer would begin a new schedule.
-    With several processes the files of the main one are checked. Resumed from the checkpoint of its last step,
-    transformers' Trainer trains one step more: do not call it again for a run that has ended. Without a
-    complete checkpoint None is returned, which starts from the beginning.
+    A checkpoint counts as complete if its `trainer_state.json`, which is written last, and all its tensor files are
+    complete; so give each new run its own folder. A checkpoint of `save_only_model` does not count: the Trainer would
+    begin a new schedule. With several processes, the files of the main one are checked. Resumed from the checkpoint of
+    its last step, transformers' Trainer trains one more step: do not call it again for a run that has ended. Without a
+    complete checkpoint this returns None, which starts from the beginning.
     """
     for folder in reversed(_checkpoints(Path(output_dir))):
         fault = _fault(folder)

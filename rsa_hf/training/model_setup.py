@@ -96,7 +96,7 @@ def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; a ValueError where its files are missing: transformers then makes one without words."""
+    """Load a tokenizer; missing files are a ValueError, because transformers would make a tokenizer without words."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name))
     if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
         raise ValueError(

@@ -20,17 +20,17 @@ def param_groups(
     """Parameter groups of a patched (or plain) model for a torch optimiser.
 
     Args:
-        model: its parameters that require no gradient are left out.
+        model: the model; parameters that require no gradient are left out.
         learning_rate: for the weights.
         weight_decay: for matrices. Vectors (biases, norms) and RSA parameters are never decayed: decay would pull
             every gate to one half and every rate to the middle of its range.
         rsa_learning_rate: the rate at which Adam moves μ, η, ν, θ and free lags. Default: as under a plain optimiser
             over `model.parameters()`, which is `learning_rate` for free lags and `parameter_scale` times as much for
-            the others. These are stored divided by `parameter_scale`, so the `lr` of their group is divided by it too.
+            the others, which are stored divided by `parameter_scale`, so the `lr` of their group is divided by it too.
 
     Returns:
         Groups with `name`, `params`, `lr` and `weight_decay`: `weights`, `no_decay`, and one `rsa` for each
-        `parameter_scale` in the model, with free lags in that of 1.
+        `parameter_scale` in the model, with free lags in the group of scale 1.
     """
     by_scale: dict[float, list[nn.Parameter]] = {}
     recurrent: set[nn.Parameter] = set()

@@ -19,11 +19,11 @@ from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
 
 class RSATrainer(Trainer):
-    """`transformers.Trainer`, with what patched models want and it lacks.
+    """`transformers.Trainer`, with what patched models need and it lacks.
 
     * RSA parameters have their own learning rate, `args.rsa_learning_rate`, and no weight decay (`param_groups`).
     * Gates and rates are logged (`RSACallback`), and the model card that `push_to_hub` uploads shows them.
-    * Under FSDP2 they stay float32 (`shard_rsa_heads`).
+    * Under FSDP2, RSA parameters stay float32 (`shard_rsa_heads`).
     * A loss that is NaN or infinite ends the training; SIGTERM and Ctrl-C end it after a checkpoint.
     * A model with a `segment_state` carries it along the tracks of a data set, across checkpoints. Such a data set has
       `num_tracks`, and its example i continues example i − `num_tracks`.
@@ -31,7 +31,8 @@ class RSATrainer(Trainer):
     Arguments are those of `Trainer`, by name.
 
     Raises:
-        ValueError: parallel tracks for a model without a state; while training, other rows in a step than tracks.
+        ValueError: parallel tracks for a model without a state; while training, a step with more or fewer rows than
+            tracks.
         DivergedError: while training.
     """
 
