@@ -44,7 +44,7 @@ def get_peft_model(
         model: any transformers model that `patch_model` takes, quantised or not.
         peft_config: the method to combine with RSA, e.g. a `LoraConfig`. It is not changed. None: an adapter of gates
             and rates alone, of a few kilobytes; for a classifier with a new head use `rsa_only_config` with its task.
-        rsa_config: which heads. None: the config that the model is patched with, or `RSAConfig()` for a plain model.
+        rsa_config: the RSA heads. None: the config that the model is patched with, or `RSAConfig()` for a plain model.
             With a config that names no heads, as `calibrate` may return, the adapter is that of `peft_config` alone.
         probe_inputs: see `patch_model`.
         **options: for `peft.get_peft_model`, e.g. `adapter_name`.
@@ -54,8 +54,8 @@ def get_peft_model(
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
-        ValueError: see `patch_model`; or the method has no `modules_to_save`; or there is neither a method nor a head.
-            After any error the model is unchanged.
+        ValueError: see `patch_model`; or the method has no `modules_to_save`; or there is neither a method nor an RSA
+            head. After any error the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -127,8 +127,8 @@ def load(
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
-        ValueError: another base model or plan, or an adapter without a plan or whose tensors do not fit it. After any
-            error the model is unchanged.
+        ValueError: a different base model or plan; an adapter without a plan, or with tensors that do not fit its
+            plan. After any error the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

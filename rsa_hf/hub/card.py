@@ -1,7 +1,7 @@
 """The model card of a patched model, made from the template `model_card.md`.
 
 Saving a patched model writes the card, and `write_card` writes one with results. A later save replaces the part
-between two comments, which describes the weights beside it, and leaves the rest of the card to its user.
+between two comments, which describes the weights saved with it, and leaves the rest of the card to its user.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_card(
     """Write the card of a patched model, README.md, into the folder where it is saved.
 
     An existing card keeps its text and metadata. rsa_hf's part of it is replaced, tags are added, and results that
-    rsa_hf wrote give way to `scores`.
+    rsa_hf wrote are replaced by `scores`.
 
     Args:
         model: a patched model.

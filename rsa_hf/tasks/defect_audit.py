@@ -45,13 +45,13 @@ def audit(
     Args:
         splits: the functions of each split, none empty.
         tokens: the number of tokens of each function, uncut, by split; None or empty: not known.
-        max_length: number of tokens that the model sees, of which the rest is cut off.
+        max_length: number of tokens that the model sees; the rest is cut off.
 
     Returns:
-        Numbers for `json.dump`. Of each split in "splits": `examples`, `positives`, `positive_share`, `duplicates` and
-        `clones` of an earlier function of the split, `conflicting_labels` (distinct functions with both labels), and
-        with `tokens` the shares `functions_cut` and `tokens_cut`. Over all splits: `conflicting_labels`, and by pairs
-        of splits `cross_split_duplicates`, `cross_split_clones` and `cross_split_projects`.
+        Numbers for `json.dump`. For each split, in "splits": `examples`, `positives`, `positive_share`, `duplicates`
+        and `clones` of an earlier function of the split, `conflicting_labels` (distinct functions with both labels),
+        and with `tokens` the shares `functions_cut` and `tokens_cut`. Over all splits: `conflicting_labels`, and for
+        each pair of splits `cross_split_duplicates`, `cross_split_clones` and `cross_split_projects`.
     """
     texts = {split: {identity(example) for example in examples} for split, examples in splits.items()}
     clones = {split: {clone_group(example.func) for example in examples} for split, examples in splits.items()}
@@ -96,7 +96,7 @@ def clone_group(func: str) -> bytes:
 def format_audit(report: Mapping[str, Any]) -> str:
     """The result of `audit` in lines for the terminal, with one row for each split.
 
-    Its entries "split_by" and "word_counts" are shown if they are there: how splits were made, and the scores of
+    Its entries "split_by" and "word_counts" are shown if present: how splits were made, and the scores of
     `word_count_baseline`.
     """
     cut = [f"longer than {report['max_length']} tokens", "tokens cut"] if "max_length" in report else []

@@ -345,7 +345,7 @@ def tokenize(
 
     Args:
         examples: the functions of one split.
-        tokenizer: the model's tokenizer; a fast one for chunks.
+        tokenizer: the model's tokenizer; chunks need a fast one.
         config: provides `max_seq_length`, `long_functions` and `chunk_overlap`.
 
     Returns:
@@ -353,7 +353,7 @@ def tokenize(
         Truncation gives one row per function, chunking one or more consecutive rows.
 
     Raises:
-        ValueError: `max_seq_length` leaves no room for text, or not more than the overlap of chunks.
+        ValueError: `max_seq_length` leaves no room for text, or no more room than the overlap of chunks.
     """
     return _rows_and_tokens(examples, tokenizer, config)[0]
 

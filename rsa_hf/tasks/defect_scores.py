@@ -60,9 +60,9 @@ def classification_scores(predictions: Any, references: Any, prediction_scores: 
 def vd_score(scores: Any, labels: Any, max_fpr: float = MAX_FPR) -> float:
     """The vulnerability detection score (VD-S): the share of defective functions that are missed, at few false alarms.
 
-    It is the false-negative rate at the threshold where it is lowest of those with a false-positive rate of at most
-    `max_fpr` (Ding et al., Vulnerability Detection with Code Language Models: How Far Are We?, ICSE 2025, arXiv
-    2403.18624). Functions of equal scores are on the same side of every threshold.
+    It is the lowest false-negative rate of all thresholds with a false-positive rate of at most `max_fpr` (Ding et
+    al., Vulnerability Detection with Code Language Models: How Far Are We?, ICSE 2025, arXiv 2403.18624). Functions
+    with equal scores are on the same side of every threshold.
 
     Args:
         scores: scores of class 1 [N], higher for functions that are more likely defective.
@@ -121,14 +121,14 @@ def pair_rates_of(examples: Sequence[Example], predictions: Any) -> dict[str, fl
 def bootstrap_intervals(
     logits: Any, labels: Any, example_ids: Any = None, threshold: float = 0.5, seed: int = 0
 ) -> dict[str, list[float]]:
-    """95 % intervals of the scores of a classifier: of functions drawn again, with replacement (Efron, 1979).
+    """95 % bootstrap intervals of a classifier's scores: functions are drawn again, with replacement (Efron, 1979).
 
     Args:
         logits: as for `compute_metrics`, as are `labels` and `example_ids`.
-        labels: as there.
-        example_ids: as there.
+        labels: see `logits`.
+        example_ids: see `logits`.
         threshold: the probability above which functions count as defective.
-        seed: of the 1,000 samples.
+        seed: the seed of the 1,000 samples.
 
     Returns:
         The 2.5th and 97.5th percentile of `accuracy`, `f1`, `precision`, `recall`, `mcc`, `roc_auc`,
@@ -186,14 +186,14 @@ def compute_metrics(
     Args:
         logits: array or tensor [N, 2], the scores of clean and defective for each row.
         labels: integers [N], 0 or 1.
-        example_ids: integers [N], the function that each row belongs to, over whose rows logits are averaged; None:
-            each row is a function.
+        example_ids: integers [N], the function that each row belongs to; logits are averaged over its rows. None: each
+            row is a function.
         threshold: the probability of class 1 above which a function counts as defective, from `choose_threshold` on
-            other functions. None: 0.5 alone.
+            other functions. None: only 0.5.
 
     Returns:
         The `classification_scores` at 0.5, the `positive_share`, and the number of functions, `num_examples`. With a
-        `threshold`, that and the scores of classes there: `accuracy_at_threshold` and so on.
+        `threshold`, also the threshold and the scores of classes at it: `accuracy_at_threshold` and so on.
 
     Raises:
         ValueError: shapes do not match, logits are not finite, or rows of one function have different labels.
@@ -211,7 +211,7 @@ def compute_metrics(
 def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float:
     """Choose the threshold with the highest Matthews correlation (MCC); do it on validation data.
 
-    MCC rather than F1: where scores tell the classes apart but little, F1 is highest if every function counts as
+    MCC is used rather than F1: if scores barely tell the classes apart, F1 is highest when every function counts as
     defective (Lipton et al., Optimal Thresholding of Classifiers to Maximize F1 Measure, 2014), and MCC is then 0.
     Arguments and errors are those of `compute_metrics`.
 
@@ -257,7 +257,7 @@ def by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
 
 
 def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    """`compute_metrics` for `transformers.Trainer`: of logits, or a tuple that begins with them, and labels.
+    """`compute_metrics` for `transformers.Trainer`: takes logits, or a tuple that begins with them, and labels.
 
     For `long_functions="chunk"`, pass `label_names=["labels", "example_id"]` to `TrainingArguments`. The Trainer then
     passes on the example ids, and the chunks of a function are scored together.

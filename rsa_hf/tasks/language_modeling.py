@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 class LanguageModelTrainer(RSATrainer):
     """An `RSATrainer` that evaluates with `evaluate_language_model`: `eval_bits_per_byte` and the other metrics.
 
-    `eval_memory` is its `memory`; `eval_dataset`, the `EvaluationBlocks` or `EvaluationSegments` to score.
+    `eval_memory` is its `memory`; `eval_dataset` is the `EvaluationBlocks` or `EvaluationSegments` to score.
     """
 
     def __init__(self, *, eval_memory: Mapping[str, Any] | None = None, **keywords: Any) -> None:
@@ -187,7 +187,7 @@ def prepare_language_modeling(
         only: the one split to prepare, "validation" or "test", to score it; the others are None. None: all.
 
     Raises:
-        ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 as a tokenizer needs it.
+        ValueError: a file or data set cannot be used, or a text is too short, or not UTF-8 if a tokenizer needs it.
     """
     texts = read_texts(config, only)
     token_ids = {split: torch.cat([*_encode([text], tokenizer, split)]) for split, text in texts.items()}

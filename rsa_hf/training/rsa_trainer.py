@@ -31,8 +31,7 @@ class RSATrainer(Trainer):
     Arguments are those of `Trainer`, by name.
 
     Raises:
-        ValueError: parallel tracks for a model without a state; while training, a step with more or fewer rows than
-            tracks.
+        ValueError: parallel tracks for a model without a state; in training, more or fewer rows in a step than tracks.
         DivergedError: while training.
     """
 
