@@ -16,8 +16,8 @@ from rsa_hf.utils.text import format_table
 class CalibratedHead:
     """A head that was chosen, as the config names it.
 
-    `derivative` is that of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model. It is below
-    zero by `certainty` standard errors.
+    `derivative` is that of the loss with respect to the share g · Σ |f(τ)| of its REM, in the plain model. Its first
+    term, the effect of recurrence, is below zero by `certainty` standard errors.
     """
 
     config: HeadConfig
