@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--defect-steps", type=int, default=120)
-    parser.add_argument("--lm-steps", type=int, default=120)
+    parser.add_argument("--lm-steps", type=int, default=80)
     arguments = parser.parse_args()
     started = time.monotonic()
     arguments.output.mkdir(parents=True, exist_ok=True)
