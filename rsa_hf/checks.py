@@ -1,7 +1,7 @@
-"""The promises of a patched model, as functions that try them on any model that takes text.
+"""The promises of a patched model, as checks that run on any model that takes text.
 
-Each check returns a line that says what holds, raises `Failed` where it does not, and `NotApplicable` where it does
-not hold for the plain model either. A deviation is measured as a share of RSA's effect, the change that half-open
+Each check returns a line that says what holds. It raises `Failed` if the promise is broken, and `NotApplicable` if
+the plain model does not keep it either. A deviation is measured as a share of RSA's effect, the change that half-open
 gates make: if RSA had no effect, every other check would pass.
 """
 
@@ -30,9 +30,9 @@ from rsa_hf.utils.versions import CACHE
 LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
 TOLERANCE = 2e-3  # share of RSA's effect
 NOTHING = 1e-4  # share of the outputs that rounding may change
-LEAST_EFFECT = 1e-3  # share of the outputs that half-open gates have to change
-LATER = 4  # tokens that the causality check changes
-PIECES = ([3, 1, 1], [1, 1, 1])  # tokens read after the first ones; not every plain model takes several at once
+LEAST_EFFECT = 1e-3  # share of the outputs that half-open gates must change
+LATER = 4  # last tokens, which the causality check changes
+PIECES = ([3, 1, 1], [1, 1, 1])  # tokens per piece after the first; not every plain model takes several at once
 
 Streams = dict[str, Tensor]
 
@@ -57,8 +57,8 @@ class Before:
 class Subject:
     """A model with RSA heads, its inputs (token ids, [2, T]), and the class that loads it.
 
-    `plain`, `shut` and `opened` are copies without the heads (made without the code of `unpatch_model`), with shut
-    gates and with half-open ones. `text` is the input whose tokens the outputs belong to.
+    `plain` is a copy without the heads (made without the code of `unpatch_model`); `shut` and `opened` are copies
+    with shut and with half-open gates. `text` names the input that the outputs belong to, token by token.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _relative(found: Streams, expected: Streams) -> float:
-    """The largest relative distance of a stream."""
+    """The largest relative distance over all streams."""
     return max(distance(found[name], expected[name]) / float(expected[name].double().norm()) for name in expected)
 
 
@@ -156,7 +156,7 @@ def _same_bits(found: Streams, expected: Streams) -> bool:
 
 
 def backward_influence(subject: Subject, model: PreTrainedModel, text: str) -> float:
-    """How much other last tokens of a text change its earlier outputs, relative to the change of their own outputs."""
+    """How much changing a text's last tokens changes its earlier outputs, relative to the change of their own."""
     ids = subject.inputs[text]
     changed = torch.cat([ids[:, :-LATER], ids[:, -LATER:].flip(0, 1)], dim=1)
     change = subject.streams(model, **{text: changed})[text].double() - subject.streams(model)[text].double()
@@ -330,7 +330,7 @@ def padded_inputs(subject: Subject, side: str) -> dict[str, Tensor]:
 
 
 def _alone_and_padded(subject: Subject, model: PreTrainedModel, side: str) -> tuple[Streams, Streams]:
-    """Outputs of the first text alone, and padded in a batch with a longer one; without those of the padding."""
+    """Outputs of the first text alone, and padded in a batch with a longer one; those of the padding are dropped."""
     first = {name: ids[:1] for name, ids in subject.inputs.items()}
     ids = first["input_ids"]
     alone = _run(model, first | _placed(subject, ids, torch.ones_like(ids)))[0]
@@ -351,9 +351,9 @@ CHECKS = {check.__name__.removeprefix("check_"): check for check in (*OF_BITS, *
 
 @torch.no_grad()
 def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
-    """Run all checks on a model; yield for each "ok", "FAIL" or "note" (it does not apply), its name, and a line.
+    """Run all checks on a model; for each, yield "ok", "FAIL" or "note" (it does not apply), its name, and a line.
 
-    A plain model gets RSA heads; afterwards the model is float32. One that takes no text is a ValueError.
+    A plain model gets RSA heads; afterwards the model is float32. Raises a ValueError if it takes no text.
     """
     model.eval()
     inputs = _random_inputs(model)
@@ -364,7 +364,7 @@ def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
             patch_model(model, RSAConfig(gate_init=0.0))
         parameters = itertools.chain.from_iterable(heads.parameters() for _, heads in _rsa_layers(model))
         for i, parameter in enumerate(parameters):
-            parameter.add_(0.01 * (1 + i % 7))  # other values than the initial ones, which a reload has to find
+            parameter.add_(0.01 * (1 + i % 7))  # away from the initial values, so that a reload has to find them
     subject = Subject(model, inputs, before)
     yield from (_verdict(check, subject) for check in OF_BITS)
     if not getattr(model, "is_quantized", False):

@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def heads_of(module: nn.Module) -> RSAHeads | None:
     """The RSA heads of an attention module, its child `rsa`; None if it has none."""
     rsa = module._modules.get("rsa")
-    # By its spec, not its class: under PEFT the child is a wrapper that passes attributes on.
+    # Recognised by its spec, not its class: under PEFT the child is a wrapper that forwards attribute access.
     return cast(RSAHeads, rsa) if isinstance(getattr(rsa, "spec", None), LayerSpec) else None
 
 
@@ -36,11 +36,11 @@ def is_peft_wrapper(module: nn.Module) -> bool:
 def shared_copy(model: Model) -> Model:
     """A copy that shares every tensor and hook with the model.
 
-    A ValueError if a module holds what cannot be copied.
+    Raises a ValueError if a module holds something that cannot be copied.
     """
     memo: dict[int, Any] = {id(each): each for each in itertools.chain(model.parameters(), model.buffers())}
     for module in model.modules():
-        # A weight that pruning or weight_norm computes, or an output that is kept, may be inside a graph.
+        # A weight computed by pruning or weight_norm, or an output that is kept, may be part of a graph.
         memo |= {id(each): each for each in vars(module).values() if isinstance(each, Tensor)}
         memo |= {id(hooks): hooks.copy() for hooks in (module._forward_hooks, module._forward_pre_hooks)}
     try:
@@ -62,7 +62,7 @@ def rsa_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
-    """The RSA heads that a forward pass uses, as `rsa_modules`.
+    """The RSA heads that a forward pass uses, with their names, in the order of `rsa_modules`.
 
     Under PEFT these are the copies of the active adapter, or the patched heads if no adapter with heads is active.
     """
@@ -77,7 +77,7 @@ def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
     """Put an `rsa` child on each attention module that has none, and return the new children.
 
-    Nothing is attached, with a ValueError, if a module has another attribute of that name.
+    If a module has another attribute of that name, raises a ValueError and attaches nothing.
     """
     for module, _ in layers:
         if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
@@ -91,7 +91,7 @@ def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads
             continue
         parameter = next(module.parameters(), None)
         # Created on the module's device, because a tensor cannot be moved off the meta device: DiffLlama and XLNet
-        # create some of their parameters elsewhere while the rest of the model is built there.
+        # create some of their parameters elsewhere while the rest of the model is built on it.
         with torch.inference_mode(False), nullcontext() if parameter is None else parameter.device:
             child = RSAHeads(spec)
         module.add_module("rsa", child.train(module.training))

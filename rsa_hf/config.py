@@ -17,7 +17,7 @@ from rsa_hf.ops.problem import HeadRow, Layout
 from rsa_hf.rem import FREE_LAGS, KINDS
 from rsa_hf.utils.text import brief, did_you_mean
 
-MAX_HEADS = 4096  # larger than in any model: a damaged config could otherwise ask for all memory
+MAX_HEADS = 4096  # more than in any model: a damaged config could otherwise ask for all memory
 
 # The fields of `RSAConfig` that count heads, and those that go with `heads`.
 COUNTS = ("num_regular", "num_cyclical_pairs", "num_dilated_regular", "num_dilated_cyclical_pairs")
@@ -65,7 +65,7 @@ class HeadConfig:
 
     @property
     def rate(self) -> int:
-        """A number that the heads of a layer have in common if they share (ν, θ)."""
+        """A number that is the same for all heads of a layer that share (ν, θ)."""
         return -1 - self.head if self.pair is None or self.kind == "regular" else self.pair
 
 
@@ -75,8 +75,8 @@ class LayerSpec:
 
     layout: Layout
     causal: bool | None
-    # Where parameters start: μ, one for all heads or one for each; η; ν; θ in radians, as many as ν; the free lags of
-    # each head. They are not compared: a model and its saved copy have the same heads wherever they started.
+    # Initial parameters: μ, one for all heads or one per head; η; ν; θ in radians, one per ν; the free lags of each
+    # head. They are not compared: a model and its saved copy have the same heads wherever they started.
     mu: tuple[float, ...] = field(compare=False)
     eta: tuple[float, ...] = field(compare=False)
     nu: tuple[float, ...] = field(compare=False)
@@ -198,7 +198,7 @@ class RSAConfig:
         names = [each.name for each in fields(self) if each.name != "heads"] if self.heads is None else _WITH_HEADS
         values = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
         if not self.num_free_lags:
-            del values["num_free_lags"]  # which earlier versions do not know
+            del values["num_free_lags"]  # earlier versions do not know this key
         if self.heads is not None:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
@@ -206,8 +206,8 @@ class RSAConfig:
     def layer_specs(self, num_heads: Sequence[int | None]) -> list[LayerSpec]:
         """What the config means for each patched layer.
 
-        `num_heads` has the number of attention heads H of each layer, or None if it is not known: a checkpoint has its
-        counts written out. A config that does not fit raises a ValueError.
+        `num_heads` has the number of attention heads H of each layer, or None where it is not known. A checkpoint does
+        not need it: its counts are written out. A config that does not fit raises a ValueError.
         """
         n = len(num_heads)
         if self.layers is not None and len(self.layers) != n:
@@ -218,7 +218,7 @@ class RSAConfig:
         if self.heads is not None:
             named = [list(heads) for _, heads in itertools.groupby(self.heads, lambda head: head.layer)]
             layers = [self._layer(heads, H) for heads, H in zip(named, num_heads, strict=True)]
-        else:  # layers with equally many heads are equal
+        else:  # layers with the same number of heads are equal
             of_size = {H: self._layer(self.counted_heads(num_heads.index(H), H), H) for H in dict.fromkeys(num_heads)}
             layers = [of_size[H] for H in num_heads]
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
@@ -277,7 +277,7 @@ class RSAConfig:
         return heads
 
     def _layer(self, heads: Sequence[HeadConfig], num_heads: int | None) -> LayerSpec:
-        """What the heads of a layer mean for it, whatever its direction."""
+        """The spec of a layer with these heads, without a direction."""
         if num_heads is not None and heads[-1].head >= num_heads:
             _refuse("head", heads[-1].head, f"an index below {num_heads}, the heads of layer {heads[-1].layer},")
         regular = [head for head in heads if head.kind == "regular"]
@@ -285,7 +285,7 @@ class RSAConfig:
         for head in heads:
             if head.kind != "regular":
                 cyclical.setdefault(head.rate, head)
-        # Of a regular head among η, of a cyclical one among ν and θ, where a pair has one place.
+        # Where a head reads its rate: a regular head in η, a cyclical one in ν and θ, where a pair shares one place.
         places = {head.rate: i for i, head in enumerate(regular)} | {rate: i for i, rate in enumerate(cyclical)}
         rows = []
         for i, head in enumerate(heads):
@@ -307,7 +307,7 @@ class RSAConfig:
 
 
 def _first_weights(head: HeadConfig, of_rate: HeadConfig, count: int) -> list[float]:
-    """The paper's weights of the first steps of a head whose rate starts as that of another head."""
+    """The paper's weights of a head's first steps; its rate starts at that of the head `of_rate`."""
     z = cmath.rect(of_rate.decay, of_rate.theta if head.kind != "regular" else 0)
     powers = [z**k for k in range(1, count + 1)]
     return [power.imag if head.kind == "sin" else power.real for power in powers]
@@ -328,7 +328,7 @@ def _logit(p: float) -> float:
 
 # --- what each field takes ------------------------------------------------------------------------------------------
 
-# The type of each field, its least and its largest value. Larger ones are in no model, or leave float32 when stored.
+# The type, minimum and maximum of each field. Larger values occur in no model, or leave float32 when stored.
 _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(COUNTS, (int, 0, MAX_HEADS)),
     **dict.fromkeys(("layers", "layer", "head", "pair"), (int, 0, MAX_HEADS - 1)),
@@ -369,7 +369,7 @@ def _check(name: str, value: Any) -> Any:
     needed = _TYPES[kind].format(low, high)
     if name == "gate_init":
         needed += ", or float('-inf') for a shut gate,"
-        if value in ("-inf", "inf", math.inf, -math.inf):  # JSON and YAML have no common literal
+        if value in ("-inf", "inf", math.inf, -math.inf):  # JSON and YAML have no common literal for it
             return float(value)
     if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (int, kind)):
         _refuse(name, value, needed, TypeError)

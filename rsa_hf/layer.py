@@ -31,7 +31,7 @@ from rsa_hf.rem import KINDS, Rems, decay_rates
 logger = logging.get_logger(__name__)
 
 PARAMETERS = ("mu", "eta", "nu", "theta", "free_lags")
-SHUT = 1e4  # largest |μ| at the start: σ(−SHUT) is exactly 0, and averages of it, unlike those of −∞, are no NaN
+SHUT = 1e4  # largest initial |μ|: σ(−SHUT) is exactly 0, and averages of it, unlike those of −∞, are not NaN
 
 
 class RSAHeads(nn.Module):
@@ -56,8 +56,8 @@ class RSAHeads(nn.Module):
     nu: nn.Parameter | None
     theta: nn.Parameter | None
     free_lags: nn.Parameter | None
-    architecture: Any = None  # row of integration/architectures; here, so that it is copied and pickled with the layer
-    model_config: Any = None  # of the model, if there is a row whose direction follows it
+    architecture: Any = None  # row in integration/architectures, kept here to be copied and pickled with the layer
+    model_config: Any = None  # the model's config, if there is a row and its direction depends on that
     layer_shape: tuple[int, int, int] | None = None  # heads, value heads, head size; None: loaded, and not yet called
     _is_hf_initialized: bool = True  # tells transformers' own initialisation to skip the module
 
@@ -66,7 +66,7 @@ class RSAHeads(nn.Module):
         self.spec = spec
         for name in PARAMETERS:
             size = len(getattr(spec, name))
-            # None in place of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
+            # None instead of an empty parameter: savers take all empty tensors for one shared tensor and drop them.
             parameter = nn.Parameter(torch.empty(size, dtype=torch.float32)) if size else None
             self.register_parameter(name, parameter)
         self.reset_parameters()
@@ -80,12 +80,12 @@ class RSAHeads(nn.Module):
                 start = torch.tensor(getattr(self.spec, name), dtype=torch.float32, device=parameter.device)
                 start = start.clamp(-SHUT, SHUT) if name == "mu" else start
                 start = start if name == "free_lags" else start / self.spec.layout.scale
-                if isinstance(parameter, DTensor):  # each process has the start: None sends nothing
+                if isinstance(parameter, DTensor):  # every process has the values: None sends nothing
                     start = distribute_tensor(start, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(start)
 
     def rates(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Effective values: `gate` (1,) or (R,), `lam` of the shape of `eta`, `gamma` and `theta` of that of `nu`."""
+        """Effective values: `gate` (1,) or (R,), `lam` shaped as `eta`, `gamma` and `theta` shaped as `nu`."""
         scale = self.spec.layout.scale
 
         def value(parameter: nn.Parameter | None) -> Tensor:
@@ -150,7 +150,7 @@ class RSAHeads(nn.Module):
     @property
     def learned(self) -> Learned:
         """The parameters, as `ops` takes them."""
-        own = self._parameters  # reading attributes, which torch looks up here last, takes five times as long
+        own = self._parameters  # attribute access, which looks here last, takes five times as long
         return Learned(*(own[name] if name in own else getattr(self, name) for name in PARAMETERS))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
@@ -169,10 +169,10 @@ class RSAHeads(nn.Module):
         return self
 
     def _in_float32(self) -> Learned:
-        """Undo a change of dtype that `_apply` could not prevent, where the parameters are the module's own.
+        """Undo a change of dtype that `_apply` could not prevent, if the parameters are the module's own.
 
-        TRL gives all that is trained beside quantised weights another dtype, accelerate's loaders all that they load.
-        FSDP and DeepSpeed, which need processes, keep parameters of their own.
+        TRL casts everything that is trained alongside quantised weights, accelerate's loaders everything they load.
+        FSDP and DeepSpeed, which need a process group, have parameters of their own.
         """
         dtype, advice = self.mu.dtype, "They are float32 from now on."
         if dist.is_initialized() or not all(isinstance(parameter, nn.Parameter) for parameter in self.parameters()):

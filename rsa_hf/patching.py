@@ -87,14 +87,14 @@ def patch_model(
             "merge_and_unload() returns."
         )
     base = model.base_model
-    # DINOv3's base is an encoder of hidden states.
+    # DINOv3's base is an encoder that takes hidden states.
     takes_inputs = getattr(base, "main_input_name", "input_ids") in inspect.signature(base.forward).parameters
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
     whole = shared_copy(base if takes_inputs else model).eval()
     trial: Any = whole if takes_inputs else whole.base_model
     run = functools.partial(_run, whole, probe_inputs)
     for layer in whole.modules():
-        # bitsandbytes packs weights when they are first used, and these are the model's own.
+        # bitsandbytes packs weights on first use, and the copy shares them with the model.
         if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes."):
             layer.forward = functools.partial(_zeros, layer)  # type: ignore[method-assign]
     connect(whole)
@@ -122,7 +122,7 @@ def patch_model(
     forget_paged_cache(model)
     model.config.rsa = write_plan(plan)
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what was compiled before does not look again at the methods that `connect` wraps
+        torch.compiler.reset()  # code compiled before does not notice that `connect` wraps methods
     return model
 
 
@@ -147,7 +147,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if any(is_peft_wrapper(module) for module in model.modules()):
         raise ValueError(f"PEFT holds the RSA heads of this {type(model).__name__}. {take_off_first}")
-    if not is_patched(model):  # a plan in its config may be that of another model, which shares the config
+    if not is_patched(model):  # a plan in its config may belong to another model that shares the config
         return model
     detach_heads(model)
     forget_paged_cache(model)
@@ -164,7 +164,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RSAConfig:
-    """Set `causal` in the config if modules do not say it (LayoutLM, Doge), or wrongly (BigBirdPegasus, NLLB-MoE)."""
+    """Set the config's `causal` if modules do not say it (LayoutLM, Doge) or are wrong (BigBirdPegasus, NLLB-MoE)."""
     if config.causal is not None:
         return config
     unknown = [name for name, call in calls.items() if call.causal is None]
@@ -205,7 +205,7 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
 
 
 def _self_attention_calls(trial: nn.Module, base: nn.Module, run: Callable[[], None]) -> dict[str, AttentionCall]:
-    """One call of each self-attention module of a copy that can be patched, by its name in the base, in order."""
+    """One call of each self-attention module of the copy that can be patched, keyed by its name, in module order."""
     names = {module: name for name, module in trial.named_modules()}
     with record_attention_calls() as calls:
         run()
@@ -218,7 +218,7 @@ def _self_attention_calls(trial: nn.Module, base: nn.Module, run: Callable[[], N
     found = {
         name: by_module[module]
         for module, name in names.items()
-        # Equal lengths in `probe_inputs` make cross-attention look like self-attention; no checkpoint may name it.
+        # Equal lengths in `probe_inputs` make cross-attention look like self-attention; loading would refuse it.
         if module in by_module and is_self_attention(name, module)
     }
     if found:
@@ -287,7 +287,7 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 def token_ids(settings: Iterable[Any]) -> set[Any]:
-    """The ids in settings of a config, of which one may be a list: Llama 3 has several end tokens."""
+    """The token ids in settings of a config. A setting may be a list: Llama 3 has several end tokens."""
     return {token for each in settings for token in (each if isinstance(each, list) else [each])}
 
 

@@ -19,7 +19,7 @@ An RSA head mixes P V into softmax attention with a gate g = sigmoid μ (eq. 4):
 A head is described by its kind, its `decay` (λ or γ), its angle `theta` (ignored for regular heads) and its
 `dilation`. `ops/` computes P V without P, in linear time.
 
-All of them are f(τ) = Re(c z^{k−1}) at the steps k = τ/d = 1, 2, …, with a complex rate z = λ or γ e^{iθ} and an
+In all cases f(τ) = Re(c z^{k−1}) at the steps k = τ/d = 1, 2, …, with a complex rate z = λ or γ e^{iθ} and an
 amplitude c = z (for sin heads, c = −i z). As an extension, the weights of the first K steps may be free: f(τ) is then
 a separate number for each k = 1 … K.
 """
@@ -37,22 +37,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 KINDS = ("regular", "cos", "sin")
-FREE_LAGS = range(1, 9)  # how many there may be
+FREE_LAGS = range(1, 9)  # allowed numbers of free lags, K
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
 class Rems:
-    """The REMs of H heads, in all fields with one entry for each."""
+    """The REMs of H heads. Each field but `num_key_value_groups` has one entry per head."""
 
     kinds: tuple[str, ...]  # "regular", "cos" or "sin"
     decay: Tensor  # λ or γ, shape (H,): |z|, or z itself where it is real
     theta: Tensor  # angle of z in radians, shape (H,); 0 for regular heads
     dilation: tuple[int, ...]
     num_key_value_groups: int  # heads per value head; head h of the layer reads value head h // num_key_value_groups
-    heads: tuple[int, ...]  # index of each among all heads of the layer, ascending; others are plain heads
-    free_lags: Tensor | None = None  # f(kd) for the steps k = 1 … K, shape (H, K), in place of the paper's
+    heads: tuple[int, ...]  # index of each head in the layer, ascending; the layer's other heads are plain
+    free_lags: Tensor | None = None  # f(kd) for the steps k = 1 … K, shape (H, K), instead of the paper's
 
     def amplitudes(self) -> Tensor:
         """Real and imaginary part of c, shape (H, 2)."""
@@ -69,7 +69,7 @@ def decay_rates(eta: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 def lag_weights(
     kind: str, decay: float, theta: float | None, dilation: int, free_lags: Sequence[float] | None, lags: Tensor
 ) -> Tensor:
-    """`weights_of_lags` of one head, given as numbers, in float64; θ is not read for a regular head."""
+    """`weights_of_lags` in float64 for one head, given by plain numbers; θ is not read for a regular head."""
 
     def tensor(numbers: Any) -> Tensor:
         return torch.tensor([numbers], dtype=torch.float64, device="cpu")
@@ -124,7 +124,7 @@ def rem_matrix(
 
 
 def require_free_lags(free_lags: Tensor | None, num_heads: int) -> None:
-    """A ValueError if free lags do not have the shape (H, K), with K in `FREE_LAGS`."""
+    """Raise a ValueError if free lags do not have the shape (H, K), with K in `FREE_LAGS`."""
     if free_lags is not None and free_lags.shape not in [(num_heads, K) for K in FREE_LAGS]:
         allowed = f"[{num_heads}, K] with K from {FREE_LAGS[0]} to {FREE_LAGS[-1]}"
         raise ValueError(f"free_lags has shape {tuple(free_lags.shape)}: {allowed} is needed.")
@@ -151,7 +151,7 @@ def head_tensors(
 ) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
-    θ is 0 for regular heads. Single values stand for all heads; H is the longest description. With a device, decay and
+    θ is 0 for regular heads. A single value stands for all heads; H is the longest length. With a device, decay and
     theta are moved there, and numbers have the widest dtype there.
 
     Raises:
@@ -190,9 +190,9 @@ def take_heads(layer: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
 
 
 def put_heads(layer: Tensor, some: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """A layer [B, T, H', D] with the given heads, ascending, taken from `some`, [B, T, H, D]."""
+    """`layer`, [B, T, H', D], with the given heads (ascending) replaced by those in `some`, [B, T, H, D]."""
     parts, end, taken = [], 0, 0
-    # In turn given heads and a run of others; the empty last run is for given heads at the end.
+    # Given heads alternate with runs of other heads; the empty run at the end is for given heads that come last.
     for others in [*other_heads(heads, layer.shape[2]), slice(layer.shape[2], None)]:
         count = others.start - end
         parts += [some.narrow(2, taken, count), layer[:, :, others]]
@@ -202,7 +202,7 @@ def put_heads(layer: Tensor, some: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def other_heads(heads: Sequence[int], num_heads: int) -> list[slice]:
-    """The heads of a layer of `num_heads` that are none of the given, ascending ones, as runs of neighbours."""
+    """The heads of a layer of `num_heads` that are not in `heads` (ascending), as runs of neighbours."""
     edges = [-1, *heads, num_heads]
     return [slice(a + 1, b) for a, b in itertools.pairwise(edges) if b > a + 1]
 
@@ -228,9 +228,9 @@ def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[T
     wide = widest_dtype(exponents.device)
     k = exponents.to(wide)
     decay, theta = (rate.to(wide)[:, None] for rate in (rems.decay, rems.theta))
-    # 0^k has the derivatives of (10⁻⁶⁰)^k. Those of 0^k itself end in 0 · 0^−1, which is NaN.
+    # A decay of 0 is replaced by 10⁻⁶⁰: the derivatives of 0^k contain 0 · 0^−1, which is NaN.
     modulus = torch.where(decay == 0, decay + 1e-60, decay) ** k
-    # Processors multiply subnormal numbers, in which long decays end, far more slowly: use 0 instead.
+    # Long decays end in subnormal numbers, which processors multiply far more slowly: use 0 instead.
     limits = torch.finfo(dtype)
     modulus = torch.where((modulus.abs() < limits.tiny / limits.eps) & (k > 1), 0, modulus)
     return (modulus * torch.cos(theta * k)).to(dtype), (modulus * torch.sin(theta * k)).to(dtype)
@@ -259,7 +259,7 @@ def weights_of_lags(rems: Rems, lags: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_recorded() -> bool:
-    """Whether a compiler or a dispatch mode (FakeTensorMode, `make_fx`, …) sees operations in place of the values."""
+    """Whether a compiler or a dispatch mode (FakeTensorMode, `make_fx`, …) records operations instead of values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -269,9 +269,9 @@ def is_transformed() -> bool:
 
 
 def kept_constants(count: int) -> Callable[[Function], Function]:
-    """Keep the tensors that a function makes of plain arguments, device and dtype included, for the last `count`.
+    """Cache the tensors that a function makes from plain arguments, device and dtype included: the last `count`.
 
-    Not where they belong to what runs: to a graph, a dispatch mode or a transform of `torch.func`.
+    Tensors that belong to a graph, a dispatch mode or a transform of `torch.func` are not cached.
     """
 
     def decorate(make: Function) -> Function:
@@ -288,7 +288,7 @@ def kept_constants(count: int) -> Callable[[Function], Function]:
     return decorate
 
 
-@kept_constants(256)  # a copy to a GPU waits for it
+@kept_constants(256)  # because a copy to a GPU waits for the GPU
 def constant(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Known numbers on a device, [N]."""
+    """A tensor of known numbers on a device, [N]."""
     return torch.tensor(numbers, dtype=dtype, device=device)

@@ -25,8 +25,8 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 def command_of(arguments: Sequence[str]) -> list[str]:
     """The command line that runs a console script, a Python file or `-m` and a module, with its arguments.
 
-    A console script is searched in this Python's environment first, then on PATH. None named is a ValueError, none
-    found a FileNotFoundError.
+    A console script is looked up in this Python's environment first, then on PATH. Raises a ValueError if no program
+    is named, and a FileNotFoundError if none is found.
     """
     if not arguments or arguments == ["-m"]:
         raise ValueError("no program is named. Give a console script, a Python file, or -m and a module.")
@@ -44,7 +44,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Replace this process by a program in which rsa_hf's hooks are installed; arguments as for `command_of`."""
+    """Replace this process with a program that has rsa_hf's hooks installed; arguments as for `command_of`."""
     command = command_of(arguments)
     path = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), path] if path else [str(STARTUP)])}

@@ -19,7 +19,7 @@ from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
 COUNTED, NAMED, FREE = 1, 2, 3  # format versions
-MAX_NAMED_HEADS = 65_536  # larger than in any model: a damaged plan could otherwise ask for all memory
+MAX_NAMED_HEADS = 65_536  # more than in any model: a damaged plan could otherwise ask for all memory
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|free_lags)$")  # a tensor of a checkpoint that belongs to RSA heads
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _MODULE_NAME = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
@@ -35,13 +35,13 @@ class SavedPlan:
 
     @classmethod
     def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int | None]) -> SavedPlan:
-        """The plan for some modules; a ValueError if the config does not fit them. `num_heads`: see `layer_specs`."""
+        """The plan for some modules. A config that does not fit is a ValueError. `num_heads`: see `layer_specs`."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))
 
 
 def name_in_files(module: str) -> str:
-    """The name of a module without the parts that torch's wrappers add, which do not stand in files."""
+    """The name of a module in files: without the parts that torch's wrappers add."""
     return ".".join(part for part in module.split(".") if part not in _WRAPPED)
 
 
@@ -56,7 +56,7 @@ def write_plan(plan: SavedPlan) -> dict[str, Any]:
 
 
 def read_plan(content: Any) -> SavedPlan:
-    """Read and validate the content of `config.rsa`, which may come from anyone; no modules are built.
+    """Read and validate the content of `config.rsa`, which may come from anyone, without building modules.
 
     Raises:
         TypeError: a part has the wrong type.
@@ -95,8 +95,8 @@ def read_plan(content: Any) -> SavedPlan:
 def _read_counts(plan: Mapping[str, Any], n: int) -> RSAConfig:
     """Read a plan that counts heads, for `n` modules.
 
-    Earlier versions could also give counts and dilations per layer, spread gates over the layers, and leave the heads
-    of a pair untied. The config then names the heads that this stands for.
+    Plans of earlier versions may also give counts and dilations per layer, spread gates over the layers, or leave the
+    heads of a pair untied. For these, the config names the heads that they stand for.
     """
     if plan.get("heads") is not None:
         raise ValueError("config.rsa has format_version 1, but its plan names single heads: it is damaged.")
@@ -136,7 +136,7 @@ def _entries(name: str, value: list[Any], n: int) -> list[Any]:
 
 
 def lock_of(what: str) -> str:
-    """An unknown value for a config, which is part of the error without rsa_hf, so it says what to do."""
+    """A value for a config that only rsa_hf knows. Without rsa_hf, the error quotes it, so it says what to do."""
     return (
         f"rsa_hf (this {what} has RSA heads: pip install rsa_hf, then import rsa_hf before loading it, or start the "
         "program with rsa-hf run)"
