@@ -1,10 +1,10 @@
 r"""P V, mixed into attention, and its gradients on a CPU: C++ that walks along the sequence.
 
-The C++ is compiled when it is first needed, in about ten seconds, and kept in the user's cache (`build.py`). That
-takes a compiler and nothing else; without one, `ops/pytorch.py` computes the same in plain PyTorch, more slowly.
+The C++ is compiled when it is first needed, in about ten seconds, and kept in the user's cache (`build.py`). It
+needs only a compiler; without one, `ops/pytorch.py` computes the same in plain PyTorch, more slowly.
 
-On a CPU the recurrence itself is the cheapest way to P V: a few multiplications for each number, so reading V is what
-takes time. With the rate z and the amplitude c of a head (`rem.py`),
+On a CPU the recurrence itself is the cheapest way to compute P V: a few multiplications for each number, so most time
+goes into reading V. With the rate z and the amplitude c of a head (`rem.py`),
 
     y_t = Re s_t        s_t = Σ_{j<t} c z^{t−1−j} v_j        s_{t+1} = z s_t + c v_t
 
@@ -16,20 +16,19 @@ so the forward pass is one walk over V. The backward pass needs nothing that the
                   ∂/∂θ = Re (i z ∂/∂z)
     ∂/∂gate       Re (c a) − Σ_t ⟨dy_t, attention_t⟩, on the same walk
 
-Where the first K weights are free, what they are more than the paper's, times the K values before, is added at each
-step.
+If the first K weights are free, their differences from the paper's, times the K values before, are added at each step.
 
 An unmasked REM is a walk in each direction. A head dilated by d has d states, which take turns. A state ends where its
 document does, and hidden keys are not read. Rows and heads are divided among threads, and each sum has one order, so
-the number of threads changes no bit.
+the number of threads does not change a bit.
 
 A sliding window of w positions: the keys are cut into blocks of w. What a query sees of its own block is a walk that
-begins anew in each block. Query k of a block sees the keys after k of the block before, z^k Σ_{j>k} c z^{w−1−j} v_j,
-a sum that is built up from the end of the block and kept for each k. Nothing is subtracted, so nothing cancels,
+restarts in each block. Of the block before, query k sees the keys after k: z^k Σ_{j>k} c z^{w−1−j} v_j, a sum that is
+accumulated from the end of that block and kept for each k. Nothing is subtracted, so nothing cancels,
 however slow the decay.
 
 Precision: states and sums of 32 steps have the dtype of the values, the rest is float64. Rounded to float32, z would
-make an error of k roundings at a lag of k; so the states are corrected after every 32 keys by what rounding took.
+cause an error of k roundings at a lag of k, so after every 32 keys the states are corrected for the rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _OF_PYTORCH = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def obstacle(problem: Problem) -> str | None:
-    """Why the C++ cannot compute P V here, or None. Compiles it, if that was not done before."""
+    """Why the C++ cannot compute P V here, or None. Compiles it first if needed."""
     if not problem.value.is_cpu:
         return f"a tensor is on {problem.value.device}, and it is for CPUs"
     if not _OF_PYTORCH.issuperset(map(type, problem.tensors)):

@@ -19,7 +19,7 @@ import torch
 
 from rsa_hf.utils.files import atomic_write
 
-# With how far they are optimised: the operator does little itself, and PyTorch's headers take long.
+# With their optimisation levels: the operator does little itself, and PyTorch's headers are slow to compile.
 SOURCES = {Path(__file__).with_name("scan.cpp"): "-O3", Path(__file__).with_name("operator.cpp"): "-O1"}
 HEADER = Path(__file__).with_name("problem.h")
 TORCH = Path(torch.__file__).parent
@@ -30,8 +30,8 @@ LONGEST = 120  # seconds for the compiler
 def library() -> ctypes.CDLL | str:
     """The compiled code, or why there is none.
 
-    The compiler is `$CXX`, else g++, else c++. What it makes is kept in `$XDG_CACHE_HOME/rsa_hf`, by default
-    `~/.cache/rsa_hf`, under a hash of the source and the command; where that cannot be written, each process compiles.
+    The compiler is `$CXX`, else g++, else c++. Its output is kept in `$XDG_CACHE_HOME/rsa_hf`, by default
+    `~/.cache/rsa_hf`, under a hash of the source and the command; if that is not writable, each process compiles.
     """
     if sys.platform not in ("linux", "darwin"):
         return f"it is compiled on Linux and macOS alone, and this is {sys.platform}"
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL | str:
     if compiler is None:
         return "there is no C++ compiler; install g++, or set CXX"
     command = [compiler, "-std=c++20", "-fPIC", *_flags()]
-    # With the kind of processor: machines may share a home.
+    # The hash includes the kind of processor: machines may share a home directory.
     sources = [source.read_text("utf-8") for source in (*SOURCES, HEADER)]
     name = hashlib.sha256("\0".join([platform.machine(), torch.__version__, *command, *sources]).encode()).hexdigest()
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rsa_hf" / f"scan-{name[:16]}.so"
@@ -71,11 +71,11 @@ def _compiled(command: list[str], kept: Path) -> ctypes.CDLL:
 
 
 def _flags() -> list[str]:
-    # The vectors of the processor, as far as they gain something: memory is the limit.
+    # Only the vector instructions that gain something: memory is the limit.
     has_avx2 = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     vectors = ["-mavx2", "-mfma"] if has_avx2 else []
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    # One header for each operator of PyTorch: all of them take as long again to compile.
+    # Only the headers of the operators in use: all of PyTorch's would double the time to compile.
     headers = [f"-I{TORCH / 'include'}", "-DAT_PER_OPERATOR_HEADERS", abi]
-    # On Linux the threads are PyTorch's own, by the same library. Apple's compiler has none.
+    # On Linux the threads are PyTorch's own, through the same library. Apple's compiler has none.
     return [*vectors, *headers, *(["-fopenmp"] if sys.platform == "linux" else [])]

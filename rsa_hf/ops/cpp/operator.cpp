@@ -21,8 +21,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// The arguments in the order of autograd.py, which declares the operators. First the tensors, those with a gradient
-// (`Problem.tensors` of problem.py) before the others; undefined ones are missing, `mask` and `visible` always.
+// The arguments in the order of autograd.py, which declares the operators: first the tensors, beginning with those
+// that have a gradient (`Problem.tensors` of problem.py). Undefined ones are missing; `mask` and `visible` always are.
 enum {
   VALUE, ATTENTION, MU, ETA, NU, THETA, FREE_LAGS, GRADIENTS,
   MASK = GRADIENTS, KEY_MASK, DOCUMENTS, VISIBLE, LAYOUT, TENSORS
@@ -32,12 +32,12 @@ using Tensors = std::array<at::Tensor, TENSORS>;
 enum { SCALE, NUM_FREE_LAGS, NUM_KEY_VALUE_GROUPS, QUERY_LENGTH, QUERY_OFFSET, CAUSAL, SLIDING_WINDOW, OTHERS };
 using Others = c10::IValue;  // a list: compiled autograd cannot hash a tuple
 
-constexpr Index WORTH_A_THREAD = 1 << 15;  // numbers
+constexpr Index WORTH_A_THREAD = 1 << 15;  // numbers per thread, at least
 constexpr Index FEW_QUERIES = 16;          // as in mask.py
 
 at::Tensor tensor_or_undefined(const c10::IValue& value) { return value.isNone() ? at::Tensor() : value.toTensor(); }
 
-// With its signs in memory: PyTorch keeps a negated view of one as a bit.
+// A tensor with its signs in memory: PyTorch stores the sign of a negated view as a bit.
 at::Tensor in_dtype(at::Tensor tensor, at::ScalarType dtype) {
   if (tensor.is_neg()) tensor = tensor.resolve_neg();
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
@@ -48,7 +48,7 @@ at::ScalarType working_dtype(const at::Tensor& value) {
   return value.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// `at::empty` and `at::empty_strided`, which go through the dispatcher, several times.
+// Instead of `at::empty` and `at::empty_strided`, which go through the dispatcher several times.
 at::Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   const at::Tensor tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
   const auto& context = at::globalContext();
@@ -60,7 +60,7 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   return empty(sizes, c10::contiguous_strides(sizes), dtype);
 }
 
-// With contiguous channels, in the order of memory of another tensor if that has them.
+// With contiguous channels, in the memory order of another tensor if that one has contiguous channels.
 at::Tensor empty_rows(const at::Tensor& like, at::ScalarType dtype) {
   if (like.stride(-1) == 1) {
     const auto strides = at::infer_dense_strides(like.sizes(), like.strides());
@@ -104,7 +104,7 @@ struct Read {
     p.value = rows(value);
   }
 
-  // A tensor [B, H, T, D], in the dtype of the problem, or [B, T, H, D] if its positions come first.
+  // A tensor in the dtype of the problem: [B, H, T, D], or [B, T, H, D] if its positions come first.
   Tensor rows(at::Tensor tensor, bool positions_first = false) {
     if (!tensor.defined()) return {};
     tensor = in_dtype(tensor, dtype);
@@ -125,7 +125,7 @@ struct Read {
   }
 
  private:
-  // [B or 1, S], and the step from row to row.
+  // [B or 1, S], and the stride from row to row.
   template <typename Number>
   std::pair<const Number*, Index> row_of_keys(const at::Tensor& given, at::ScalarType dtype) {
     if (!given.defined()) return {};
@@ -139,7 +139,7 @@ struct Read {
   }
 };
 
-// `visit(begin, length)` for each run of the heads below `count` that are none of `heads`, ascending ones.
+// Call `visit(begin, length)` for each run of heads below `count` that are not in `heads` (ascending).
 template <typename Visit>
 void for_other_heads(const std::vector<Index>& heads, Index count, Visit visit) {
   Index begin = 0;
@@ -235,7 +235,7 @@ struct Walk : torch::autograd::Function<Walk> {
   using Context = torch::autograd::AutogradContext;
   using List = torch::autograd::variable_list;
 
-  // `given` are those of the tensors that are defined: autograd knows what it sees in a list.
+  // `given` holds the defined `tensors`: autograd only sees tensors that are in a list.
   static at::Tensor forward(Context* context, at::TensorList given, const Tensors& tensors, const Others& others) {
     context->save_for_backward(List(tensors.begin(), tensors.end()));
     context->saved_data["others"] = others;
@@ -250,7 +250,7 @@ struct Walk : torch::autograd::Function<Walk> {
     const auto found = is_plain(grads[0]) ? rsa_hf::backward(grads[0], tensors, others)
                                           : backward_in_pytorch(grads[0], tensors, others);
     List results = defined(found);
-    results.resize(defined(tensors).size() + 2);  // and `tensors` and `others`
+    results.resize(defined(tensors).size() + 2);  // plus `tensors` and `others`
     return results;
   }
 
@@ -281,7 +281,7 @@ void walk(const c10::OperatorHandle&, Stack* stack) {
   stack->push_back(forward(tensors, others));
 }
 
-// `Walk` takes time where no gradient is asked for, too.
+// Without `Walk` if no gradient is asked for, because it takes time even then.
 void differentiable_walk(const c10::OperatorHandle&, Stack* stack) {
   const auto [tensors, others] = take(stack);
   const bool is_plain = !at::GradMode::is_enabled() && std::none_of(tensors.begin(), tensors.end(), has_tangent);

@@ -30,7 +30,7 @@ struct Tensor {
   }
 };
 
-// An RSA head, and where its numbers stand among the learned ones: `HeadRow` of problem.py.
+// An RSA head, and the places of its numbers among the learned ones: `HeadRow` of problem.py.
 struct Row {
   Index index, kind, dilation, gate, rate, lags;
 };
@@ -60,10 +60,10 @@ struct Problem {
   const Index* documents;  // [rows, keys]; or null
   Index documents_row;
   const Row* layout;                           // [heads], ascending
-  double scale;                                // of what is learned; 0: gates and rates are given themselves
+  double scale;                                // of what is learned; 0: gates and rates are given directly
   Index free_lags_of_head;                     // K
-  Learned mu, eta, nu, theta, free_lags;       // without `mu` P V alone is computed
-  Learned dmu, deta, dnu, dtheta, dfree_lags;  // gradients, which are added
+  Learned mu, eta, nu, theta, free_lags;       // without `mu`, only P V is computed
+  Learned dmu, deta, dnu, dtheta, dfree_lags;  // gradients, which are added to
   Tensor value, attention, output, grad, dattention, dvalue;
 
   bool is_query(Index key) const { return key >= query_offset && key < query_offset + queries; }

@@ -1,4 +1,4 @@
-// P V, mixed into attention, and its gradients, step by step: the recurrence of __init__.py as it stands there.
+// P V, mixed into attention, and its gradients, step by step: the recurrence that __init__.py describes.
 #include "problem.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr Index REGULAR = 0, SIN = 2;
 constexpr Index MOST_FREE_LAGS = 8;
-constexpr double NEGLIGIBLE = 0x1p-30;  // of the largest value, in P V: below what float32 resolves
+constexpr double NEGLIGIBLE = 0x1p-30;  // share of the largest value, in P V: below what float32 resolves
 
-// A learned number, what it stands for, and the derivative of that.
+// What a learned number stands for, and the derivative of that by the number.
 struct Rate {
   double value, slope;
 
@@ -35,10 +35,10 @@ struct Rate {
   static Rate linear(double x, double scale) { return scale ? Rate{scale * x, scale} : Rate{x, 1}; }
 };
 
-constexpr Index KEYS = 32;  // that a head walks before the next head does: their channels share pages of memory
+constexpr Index KEYS = 32;  // walked by a head before the next head's turn: their channels share pages of memory
 
-// Neighbouring channels, computed side by side. One register: the states of a backward pass, or with free lags, would
-// leave none for two.
+// Neighbouring channels, computed side by side in one register: the states of a backward pass, or with free lags,
+// leave no registers for two.
 template <typename Number>
 struct Lanes {
   typedef Number Register __attribute__((vector_size(32)));
@@ -75,7 +75,7 @@ struct Lanes {
     return total;
   }
 
-  // Processors compute far more slowly with subnormal numbers, in which long decays end.
+  // Long decays end in subnormal numbers, with which processors compute far more slowly.
   Lanes without_negligible() const {
     constexpr Number limit = std::numeric_limits<Number>::min() / std::numeric_limits<Number>::epsilon();
     return {((numbers < limit) & (numbers > -limit)) ? Register{} : numbers};
@@ -91,10 +91,10 @@ struct Head {
   Rate gate, decay, theta;
   std::complex<double> direction;  // e^{iθ}
   std::complex<double> z;          // decay · e^{iθ}
-  std::complex<double> unit;       // the paper's f is Re(unit · z^k) at step k: 1, of sin heads −i
-  bool is_real;                    // z: there is no imaginary part to compute
-  Index free_lags;                 // K, in its own window
-  double added[MOST_FREE_LAGS];    // what free lags are more than the paper's f
+  std::complex<double> unit;       // 1, or −i for sin heads: the paper's f is Re(unit · z^k) at step k
+  bool is_real;                    // no imaginary part has to be computed
+  Index free_lags;                 // K, or as many as its window shows
+  double added[MOST_FREE_LAGS];    // free lags minus the paper's f
   const bool* key_mask;
   const Index* documents;
 
@@ -111,7 +111,7 @@ struct Head {
         theta(is_regular() ? Rate{0, 0} : Rate::linear(p.theta[from.rate], p.scale)),
         key_mask(p.key_mask ? p.key_mask + b * p.key_mask_row : nullptr),
         documents(p.documents ? p.documents + b * p.documents_row : nullptr) {
-    // Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
+    // Behind a shut gate too, P V must not overflow: 0 · inf would be NaN.
     if (p.scale && float(gate.value) == 0) decay = {0, 0};
     direction = is_regular() ? 1 : std::polar(1.0, theta.value);
     z = decay.value * direction;
@@ -146,7 +146,7 @@ struct State {
         dimaginary = imaginary + im * a + re * b;
       }
     }
-    // c x first: the chain from step to step is short then.
+    // c x first: this keeps the chain from step to step short.
     const Lanes<Number> a = real, b = imaginary;
     real = c.real() * x + re * a;
     if constexpr (!is_real) {
@@ -216,10 +216,10 @@ struct Channels {
   Lanes<Number> load(const Number* from) const { return Lanes<Number>::load(from, count); }
 };
 
-// A sweep says what to do at each key, for some channels of a head: `visit(key, state)`, then the state takes up the
-// channels at `read(key)`, or nothing where that is null. One with derivatives has `visit_lag(key, k, x)` for the free
-// lag k, which begin at 0, and the channels x there, and `finish()` for the end of a run of keys; for others free lags
-// are part of the state.
+// A sweep says what to do at each key, for some channels of a head: first `visit(key, state)`, then the state takes in
+// the channels at `read(key)`, or nothing if that is null. A sweep with derivatives has `visit_lag(key, k, x)` for
+// free lag k (counted from 0) and the channels x at that lag, and `finish()` for the end of a run of keys; for other
+// sweeps, free lags are part of the state.
 
 template <typename Number>
 struct ForwardSweep {
@@ -259,7 +259,7 @@ struct ValueSweep {
   }
 };
 
-// What the walks of a head add up to.
+// Sums over the walks of a head.
 struct Sums {
   std::complex<double> states, slopes;  // Σ dy · s and Σ dy · q, for an amplitude of 1
   double attention = 0;                 // Σ dy · attention
@@ -317,13 +317,13 @@ struct OtherSweep {
 template <typename Number>
 class Walk {
  public:
-  // The amplitude is part of the states, the gate too, but not where there are derivatives.
+  // The states include the amplitude and the gate, unless there are derivatives.
   Walk(const Problem& p, Index b, Index h, bool is_backwards, bool has_derivative)
       : head(p, b, h), p(p), is_backwards(is_backwards), z(head.z) {
     const std::complex<double> c = has_derivative ? 1 : head.gate.value * head.unit * head.z;
     amplitude = std::complex<Number>(c);
     for (Index k = 0; k < head.free_lags; k++) added[k] = Number(head.gate.value * head.added[k]);
-    // z is rounded. What that takes from z^k, about k (exact / rounded − 1), is given back after each run.
+    // z is rounded. The relative error of z^k, about k (exact / rounded − 1), is corrected after each run.
     const std::complex<double> rounded(z);
     lost = rounded == 0.0 ? 0.0 : head.z / rounded - 1.0;
     groups = (p.channels + Lanes<Number>::COUNT - 1) / Lanes<Number>::COUNT;
@@ -391,7 +391,7 @@ class Walk {
     kept = state;
   }
 
-  // Known to the compiler: copying the state, as free lags need, takes longer than all else of a step.
+  // Decided at compile time: copying the state, which free lags need, takes longer than the rest of a step.
   template <bool has_free_lags, typename Sweep>
   void visit(Index i, const State<Number>& state, Sweep& sweep) const {
     if constexpr (has_free_lags) sweep.visit(key_of(i), with_free_lags(i, state, sweep));
@@ -411,7 +411,7 @@ class Walk {
     return state;
   }
 
-  // What the queries of a block, which begins at i, see of the block before: of its w keys, query k those after k.
+  // What the queries of the block that begins at i see of the block before: query k sees those of its w keys after k.
   template <bool is_real, typename Sweep>
   void read_suffix(Index i, State<Number>* suffix, const Sweep& sweep) const {
     const Index w = head.window, last = i - head.dilation;
@@ -445,7 +445,7 @@ class Walk {
   std::vector<State<Number>> suffixes;
 };
 
-// Heads [begin, end) of row b along all keys, side by side; with windows, which need memory, one after the other.
+// Walk heads [begin, end) of row b along all keys, side by side, or one by one with windows, which need memory.
 template <template <typename> class Sweep, typename Number, typename... More>
 void walk(const Problem& p, Index b, Index begin, Index end, bool is_backwards, std::vector<More>&... more) {
   const Index beside = p.window ? 1 : end - begin;
@@ -495,7 +495,7 @@ void add_gradients(const Problem& p, const std::vector<Sums>& of_rows) {
   }
 }
 
-// g f(kd) at the steps k = 1, 2, … as far as they matter: all beyond k add ρ^{k+1} / (1 − ρ) at most, with ρ = |z|.
+// g f(kd) at the steps k = 1, 2, … that matter: those beyond k add at most ρ^{k+1} / (1 − ρ) in all, with ρ = |z|.
 template <typename Number>
 std::vector<Number> weights_of_steps(const Head& head, Index longest) {
   std::vector<Number> weights;
@@ -504,7 +504,7 @@ std::vector<Number> weights_of_steps(const Head& head, Index longest) {
   double size = 1, real = head.unit.real(), imaginary = head.unit.imag();
   for (Index k = 0; k < longest; k++) {
     if (k >= head.free_lags && size <= NEGLIGIBLE * (1 - rho)) break;
-    // Written out, because the product of std::complex looks for NaN.
+    // Written out, because the product of std::complex checks for NaN.
     const double turned = real * x - imaginary * y;
     imaginary = real * y + imaginary * x;
     real = turned;
@@ -515,8 +515,8 @@ std::vector<Number> weights_of_steps(const Head& head, Index longest) {
   return weights;
 }
 
-// One query from the keys it reads, for GROUPS groups of channels side by side: a key is read as a whole, in the order
-// of memory, and with the number known to the compiler the sums stay in registers.
+// Compute one query from the keys it reads, for GROUPS groups of channels side by side: a key is read as a whole, in
+// memory order, and because the compiler knows GROUPS, the sums stay in registers.
 template <typename Number, Index GROUPS>
 void query_channels(const Problem& p, const Head& head, const std::vector<Number>& weights, Index query, Index first,
                     Index channels) {
@@ -562,7 +562,7 @@ void query_heads(const Problem& p, Index b, Index begin, Index end) {
   }
 }
 
-// `task(row, begin, end)` for heads [begin, end) of each row, in threads. Heads that share a value head stay together.
+// Run `task(row, begin, end)` for heads [begin, end) of each row, in threads. Heads of one value head stay together.
 template <typename Task>
 void in_parallel(const Problem& p, Task task) {
   const Index parts = std::min(p.heads, (p.threads + p.rows - 1) / p.rows);
