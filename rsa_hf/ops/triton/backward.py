@@ -56,7 +56,7 @@ from rsa_hf.ops.triton.tables import (
 
 @triton.jit
 def _inner_products(v, x, acc):
-    """Add v xᵀ, [C, C], with no operand rounded."""
+    """Add v xᵀ, [C, C], without rounding the operands."""
     if v.dtype != x.dtype:
         v, x = v.to(tl.float32), x.to(tl.float32)
     return tl.dot(v, tl.trans(x), acc, input_precision="tf32x3")
@@ -64,7 +64,7 @@ def _inner_products(v, x, acc):
 
 @triton.jit
 def _add_lost(lost, v, leaving, reached, SHAPE: tl.constexpr):
-    """Add the inner products of a chunk's rows that a state reaches with those that leave it."""
+    """Add the inner products of a chunk's rows that a state reaches with the rows that leave the state."""
     if SHAPE.packed:
         v = tl.where(reached[:, None] != 0.0, v, 0.0)
     return _inner_products(v, leaving, lost)
@@ -104,13 +104,13 @@ def backward_kernel(
     """The gradients of `forward_kernel`: a walk over dOut from the right to the left.
 
     Where, in addition to the parameters of `forward_kernel`:
-        grad: dOut, of the shape of the output.
+        grad: dOut, in the shape of the output.
         dvalue: a tensor [B, H, S, D], of every head.
         dattention: a tensor [B, H', T, D]; if mixed.
         partial: per program ⟨dOut, attention⟩, the real and imaginary parts of Σ z^{k−1} r_k and of its derivative
-            with respect to decay, where r_k is how dOut and V correlate at lag k, and r_k of the
-            free lags: [columns, B · blocks · splits, 5 + K].
-        splits: of dOut.
+            with respect to decay, where r_k is the correlation of dOut and V at lag k; then
+            r_k of the free lags: [columns, B · blocks · splits, 5 + K].
+        splits: those of dOut.
         entering: [B, blocks, H, slots, 4, BLOCK].
     """
     BLOCK: tl.constexpr = SHAPE.block
@@ -176,7 +176,7 @@ def backward_kernel(
             inner = _inner_products(v, x, inner)
         leaving = None
         reached, taken, keep = _borders(chunk, axis, SHAPE, True, False)
-        if SHAPE.windowed:  # not below, where ptxas would spill six times as much of float32
+        if SHAPE.windowed:  # not further down, where ptxas would spill six times as much for float32
             leaving = _leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=False)
             lost_left = _add_lost(lost_left, v, leaving, reached, SHAPE)
         if not SHAPE.causal:
@@ -197,7 +197,7 @@ def backward_kernel(
         if SHAPE.windowed:
             acc = _add_leaving(acc, leaving, gone_left, reached, SHAPE)
         state = _advance(state, x.to(tl.float32), leaving, writing, taken, keep, True)
-        # Hidden keys get no gradient, and it has to be written.
+        # Hidden keys get the gradient 0, which has to be written.
         _store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
@@ -229,14 +229,14 @@ def backward_kernel(
 
 @triton.jit
 def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
-    """The sum of a matrix [C, C] times a complex Toeplitz matrix."""
+    """The sum over a matrix, [C, C], multiplied elementwise by a complex Toeplitz matrix."""
     real, imaginary = _toeplitz(table, row, SHAPE), _toeplitz(table, row + 1, SHAPE)
     return tl.sum(tl.sum(real * inner, axis=0)), tl.sum(tl.sum(imaginary * inner, axis=0))
 
 
 @triton.jit
 def _products_across(v, x, chunk, axis, SHAPE: tl.constexpr):
-    """⟨v, x⟩ of a chunk's steps with those beyond its edges, summed by lag: [C], the entry k for a lag of k + 1."""
+    """⟨v, x⟩ of a chunk's steps with those beyond its edges, summed by lag: [C], with lag k + 1 at entry k."""
     CHUNK: tl.constexpr = SHAPE.chunk
     K: tl.constexpr = SHAPE.lags
     SIDES: tl.constexpr = 1 if SHAPE.causal else 2
@@ -271,15 +271,15 @@ def learned_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradients of what is learned, from the parts of the programs of each head, added up in a fixed order.
+    """Gradients of the learned numbers: the parts from each head's programs, added up in a fixed order.
 
-    A program looks at all heads, and writes the gradient of one number, of nu and theta those of one place.
+    Each program looks at all heads, and writes the gradient of one number, or those of nu and theta at one place.
 
     Where:
-        partial: of `backward_kernel`.
+        partial: from `backward_kernel`.
         dlearned: gradients of `learned`, of the same sizes.
         starts: where the columns of each head begin, and where the last ones end, (R + 1,).
-        counts: how many numbers mu, eta and nu are.
+        counts: the lengths of mu, eta and nu.
         num_heads: R ≤ HEADS.
         parts: programs of a column.
         longest: the most parts that a head has.
@@ -313,7 +313,7 @@ def learned_kernel(
     # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
     by_decay, by_imaginary_decay = _plus(_times(c, change), _times(dc, product))
     by_gate = _times(c, product)[0] - attended
-    # A free lag takes the place of f(k) = Re(c z^{k−1}), whose derivative by decay is k Re(∂c/∂decay z^{k−1}).
+    # A free lag replaces f(k) = Re(c z^{k−1}), whose derivative with respect to decay is k Re(∂c/∂decay z^{k−1}).
     of_lag = turn * 0.0
     for k in tl.static_range(0, K):
         sums = _sums_of_parts(partial + 5 + k, begin, end, longest, HEADS, BLOCK, SHAPE)
@@ -344,7 +344,7 @@ def learned_kernel(
 
 @triton.jit
 def _sums_of_parts(partial, begin, end, longest, HEADS: tl.constexpr, BLOCK: tl.constexpr, SHAPE: tl.constexpr):
-    """For each head the sum of one number of each of its parts, in float64."""
+    """For each head, the sum of one number over all of its parts, in float64."""
     total = tl.zeros([HEADS, BLOCK], tl.float64)
     for start in tl.range(0, longest, BLOCK):
         place = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]

@@ -47,7 +47,7 @@ def _add_readout(acc, state, reading, reached):
 
 @triton.jit
 def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Add what free lags add of the steps beyond the edges of a chunk."""
+    """Add what free lags add for the steps beyond the edges of a chunk."""
     K: tl.constexpr = SHAPE.lags
     SIDES: tl.constexpr = 1 if SHAPE.causal else 2
     i = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
@@ -65,7 +65,7 @@ def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
 
 @triton.jit
 def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """Where row i of a chunk reads row j of `_leaving` in the state and must not: [C, C]."""
+    """Where row i of a chunk reads row j of `_leaving` in the state, but must not see it: [C, C]."""
     i = tl.arange(0, SHAPE.chunk)[:, None]
     lags = i - tl.arange(0, SHAPE.chunk)[None, :]
     if FROM_RIGHT:
@@ -75,7 +75,7 @@ def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
 
 @triton.jit
 def _weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """The weights of the rows of `_leaving` that take back what the state has of them, in two halves."""
+    """The weights, in two halves, by which rows of `_leaving` take back what the state has of them."""
     real, imaginary = _at_window(axis.table, READ, SHAPE)
     weights = imaginary * _toeplitz(axis.table, Z + 1, SHAPE) - real * _toeplitz(axis.table, Z, SHAPE)
     return _halves(tl.where(_has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
@@ -83,7 +83,7 @@ def _weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIG
 
 @triton.jit
 def _add_leaving(acc, leaving, weights, reached, SHAPE: tl.constexpr):
-    """Take back what `_add_readout` has added of the rows that have left the window."""
+    """Take back what `_add_readout` has added for rows that have left the window."""
     high, low = weights
     if SHAPE.packed:
         acc += reached[:, None] * _multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
@@ -124,19 +124,19 @@ def forward_kernel(
     sizes,
     SHAPE: tl.constexpr,
 ):
-    """P V, or attention + g (P V − attention) if mixed; states.py says what is a tuple.
+    """P V, or attention + g (P V − attention) if mixed; states.py describes the tuples.
 
     Where:
         value: V, a tensor [B, Hv, S, D].
-        attention: a tensor [B, H', T, D]; not looked at unless mixed.
+        attention: a tensor [B, H', T, D]; not read unless mixed.
         output: a tensor, [B, H', T, D] if mixed, else [B, H, T, D].
         key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
         document_ids: [B, S], which document each position belongs to, as (pointer, stride of rows); if packed.
         columns: head and residue of each column, [columns, 2].
         learned, heads: see `powers_kernel`.
-        table: of `powers_kernel`.
+        table: from `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
-        entering: for unmasked REMs, room for [B, blocks, H, slots, 2, BLOCK].
+        entering: for unmasked REMs, memory for [B, blocks, H, slots, 2, BLOCK].
         sizes: B, columns, H, keys to read, position of the first query, queries, heads per value head, slots, and the
             longest lag that a window shows.
     """

@@ -1,4 +1,4 @@
-"""Launches of the kernels: P V and its gradients from a `Problem`."""
+"""Launches the kernels: P V and its gradients from a `Problem`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rsa_hf.rem import kept_constants, other_heads
 
 MOST_SPLITS = 32
 STEPS_AT_A_TIME = 64  # of one query
-CHUNKS_OF_SPLIT = 4  # at least: a split is worth the state that it has to be handed
+CHUNKS_OF_SPLIT = 4  # at least, so that a split is worth the state handed to it
 
 
 def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
-    """The output of a problem in float32, bfloat16 or float16: of a step, or one without `visible`.
+    """The output of a problem in float32, bfloat16 or float16: a step, or a problem without `visible`.
 
-    `tuning` are block shapes; None: the fastest known ones.
+    `tuning` has the block shapes; None: the fastest known ones.
     """
     output = problem.empty_output()
     if problem.attention is not None:
@@ -160,7 +160,7 @@ def _plan(layout: Layout, residues: tuple[int, ...], device: torch.device) -> tu
 def _divide(
     batch: int, head_size: int, length: int, layout: Layout, processors: int, tuning: Tuning, flags: tuple[bool, ...]
 ) -> tuple[int, int, tuple[int, ...], Shape]:
-    """Programs, states that enter the chunks of a head from the right, residues of each head, and what to compile for.
+    """Number of programs, of states that enter a head's chunks from the right, of residues of each head; the `Shape`.
 
     `flags` are fields of `Shape`. Cached, because every layer asks the same, and a GPU waits for the answer.
     """
@@ -189,7 +189,7 @@ class _Launch:
     def __init__(self, problem: Problem, tuning: Tuning) -> None:
         self.problem = problem
         value, attention, learned, layout, self.num_key_value_groups, self.mask = problem
-        # Where there is none, another tensor is a placeholder that is not read.
+        # If a tensor is missing, another one is a placeholder that is not read.
         self.value, self.is_mixed = value, attention is not None
         self.attention = value if attention is None else _with_rows(attention).transpose(1, 2)
         self.learned = tuple(value if tensor is None else tensor.contiguous() for tensor in learned)
@@ -199,7 +199,7 @@ class _Launch:
         halves = value.element_size() == 2
         farthest = _farthest(self.mask)
         is_windowed = farthest < self.length - 1
-        self.farthest = farthest if is_windowed else 0  # not read, and one number for all
+        self.farthest = farthest if is_windowed else 0  # if not read, the same number for all
         flags = (self.mask.causal, self.is_mixed, key_mask is not None, document_ids is not None, is_windowed, halves)
         self.programs, self.slots, self.residues, self.shape = _divide(
             B, value.shape[3], self.length, layout, _processors(device), tuning, flags
@@ -301,7 +301,7 @@ def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _splits(programs: int, chunks: int, processors: int) -> int:
-    """Number of splits, a power of two, for four programs per multiprocessor; 1 if there are two without splits."""
+    """Number of splits, a power of two, for four programs per multiprocessor; 1 if there are already two."""
     if programs >= 2 * processors:
         return 1
     splits = 1

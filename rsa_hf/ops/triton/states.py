@@ -4,10 +4,10 @@ Several values that belong together are tuples:
 
     tensor      (pointer, stride of rows of the batch, of heads, of positions)
     x           (pointer, stride of positions), of one row and head
-    part        (split, steps per split, first chunk, one past the last): what a program does of its axis
+    part        (split, steps per split, first chunk, one past the last): the part of its axis that a program walks
     state       (h, q), complex, [BLOCK] each: h and, with BACKWARD, q = ∂h/∂decay
 
-A complex number is (real, imaginary). A walk is over V, or, with BACKWARD, over dOut, and then counts steps from the
+A complex number is (real, imaginary). A walk is over V, or, with BACKWARD, over dOut; it then counts steps from the
 end of the key axis.
 """
 
@@ -40,11 +40,11 @@ class Axis(NamedTuple):
     steps: Any
     residue: Any
     d: Any
-    shift: Any  # rows of V or dOut, along which it walks, are the positions `shift` … `shift` + `count` − 1
+    shift: Any  # the rows of V or dOut that it walks along are the positions `shift` … `shift` + `count` − 1
     count: Any
     channels: Any  # [BLOCK]
     table: Any  # of its head
-    steps_back: Any  # N, the most that a query sees; if windowed
+    steps_back: Any  # N, the most steps that a query sees; if windowed
 
 
 @triton.jit
@@ -98,14 +98,14 @@ def _position(step, axis, BACKWARD: tl.constexpr):
 
 @triton.jit
 def _positions(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Places on the key axis of the steps of a chunk, and which of them there are."""
+    """Places on the key axis of the steps of a chunk, and which of them exist."""
     step = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
     return _position(step, axis, BACKWARD), step < axis.steps
 
 
 @triton.jit
 def _rows(x, place, kept, channels, SHAPE: tl.constexpr):
-    """Where rows [C, BLOCK] of a tensor are, and which of their numbers there are."""
+    """Pointers to rows of a tensor, [C, BLOCK], and which of their numbers exist."""
     base, stride = x
     there = kept[:, None]
     if SHAPE.head_size % SHAPE.block != 0:
@@ -122,7 +122,7 @@ def _load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_steps(x, step, document, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Steps of a walk, [C, BLOCK], as `_load_row`; 0 too where a document is given and they are of another one."""
+    """Steps of a walk, [C, BLOCK], as in `_load_row`; also 0 where a document is given and they belong to another."""
     position = _position(step, axis, BACKWARD)
     place = position - axis.shift
     kept = (place >= 0) & (place < axis.count)
@@ -169,7 +169,7 @@ def _document(step, axis, BACKWARD: tl.constexpr):
 
 @triton.jit
 def _writing(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """What `_advance` needs of the table, read once before a loop: a loop that writes reads it anew every time.
+    """What `_advance` needs of the table, read once before a loop: a loop that writes would read it again every time.
 
     These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; and,
     with a window, −z^{N + k} and its derivative, the weights of the rows that leave it.
@@ -198,7 +198,7 @@ def _kept(state, keep, written):
 
 @triton.jit
 def _written(x, weights, taken, leaving, far, keep):
-    """What a chunk changes in the state on its other side: what its rows write, less what leaves the window."""
+    """What a chunk changes in the state on its other side: what its rows write, minus what leaves the window."""
     written = _sums(x, weights, taken)
     if leaving is not None:
         leaving = leaving.to(tl.float32)
@@ -212,14 +212,14 @@ def _written(x, weights, taken, leaving, far, keep):
 def _advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
     """The state on the other side of a chunk, from its rows.
 
-    z^C has twice float32's digits: rounded once, it would be multiplied on at every chunk.
+    z^C has twice float32's digits, because a rounding error would be multiplied in at every chunk.
 
     Where:
         x: the rows, [C, BLOCK] float32.
-        leaving: of `_leaving`, or None.
-        writing: of `_writing`, with the steps from each row to that side as exponents.
+        leaving: from `_leaving`, or None.
+        writing: from `_writing`, with the steps from each row to the other side as exponents.
         taken: 1 where a row belongs to the document on the other side, [C].
-        keep: 1 where the state does.
+        keep: 1 if the state goes on to the other side.
     """
     h, q = state
     z, slope, whole, rest, change, far, far_slope = writing
@@ -235,7 +235,7 @@ def _advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
 def _leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """The rows that leave the window along a chunk, [C, BLOCK]: the j-th is N steps beyond the chunk's j-th.
 
-    Those of other documents than the state that enters the chunk are 0.
+    Rows of other documents than that of the state that enters the chunk are 0.
     """
     first = chunk * SHAPE.chunk
     step = first + tl.arange(0, SHAPE.chunk) + (axis.steps_back if FROM_RIGHT else -axis.steps_back)
@@ -265,7 +265,7 @@ def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGH
 
 @triton.jit
 def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Where the state that enters a chunk from the right is kept; nothing enters the last one, which has no place."""
+    """Where the state that enters a chunk from the right is kept. None enters the last chunk, which has no place."""
     BLOCK: tl.constexpr = SHAPE.block
     states: tl.constexpr = 4 if BACKWARD else 2
     pointers = entering + chunk.to(tl.int64) * (states * BLOCK) + tl.arange(0, BLOCK)
@@ -296,7 +296,7 @@ def _store_states(pointers, state, mask, SHAPE: tl.constexpr, BACKWARD: tl.const
 def _walk(state, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """Carry a state along a part of V or of dOut, from the left or from the right; return the state that leaves.
 
-    `entering` is where the states that enter each chunk go, [chunks, 2 or 4, BLOCK], or None.
+    `entering` is the memory for the states that enter each chunk, [chunks, 2 or 4, BLOCK], or None.
     """
     _split, _per_split, first, last = part
     i = tl.arange(0, SHAPE.chunk)
@@ -315,10 +315,10 @@ def _walk(state, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.cons
 
 @triton.jit
 def _walk_from_right(splits, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Leave the states that enter the chunks of a part from the right in memory."""
+    """Store the states that enter the chunks of a part from the right in memory."""
     state = _states_of_split(splits, axis, part, SHAPE, BACKWARD, True)
     _walk(state, x, axis, part, entering, SHAPE, BACKWARD, True)
-    # Other threads read what these have written.
+    # Other threads read what these threads have written.
     tl.debug_barrier()
 
 
@@ -340,7 +340,7 @@ def _states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.const
     zero = tl.zeros([BLOCK], tl.float32)
     h, q = (zero, zero), (zero, zero)
     if SHAPE.splits > 1:
-        # The programs of the splits of one column are `apart`.
+        # The distance between programs of neighbouring splits of one column.
         apart = tl.num_programs(0).to(tl.int64) // SHAPE.splits
         splits += (tl.program_id(0) - split * apart) * (8 * BLOCK)
         m = tl.arange(0, SHAPE.splits)
@@ -374,7 +374,7 @@ def splits_kernel(
 
     Where:
         x: V or dOut, a tensor.
-        sizes: rows of the batch, columns, keys to read, position of the first row of x, number of them, heads that
+        sizes: rows of the batch, columns, keys to read, position of the first row of x, number of its rows, heads that
             share a head of x, and the longest lag that a window shows.
     """
     BLOCK: tl.constexpr = SHAPE.block

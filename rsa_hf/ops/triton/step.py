@@ -7,13 +7,13 @@ from rsa_hf.ops.triton.forward import _lerp
 from rsa_hf.ops.triton.states import _load_rows, _of_head
 from rsa_hf.ops.triton.tables import DILATION, INDEX, LAGS, _amplitudes, _gates, _of_row, _power, _rates, _times
 
-NEGLIGIBLE = tl.constexpr(2.0**-30)  # of the largest value, in P V: below what float32 resolves
+NEGLIGIBLE = tl.constexpr(2.0**-30)  # share of the largest value, in P V: below what float32 resolves
 FAR = tl.constexpr(2**30)
 
 
 @triton.jit
 def _reach(rho, SHAPE: tl.constexpr):
-    """The steps beyond which nothing matters: with |z| = ρ, all beyond k add at most ρ^k / (1 − ρ)."""
+    """The number of steps that matter: with |z| = ρ, those beyond k add at most ρ^k / (1 − ρ) in all."""
     size = tl.abs(rho)
     decays = (size > 0.0) & (size < 1.0)
     inner = tl.where(decays, size, 0.5)
@@ -37,12 +37,12 @@ def step_kernel(
     SHAPE: tl.constexpr,
     KNOWN: tl.constexpr,
 ):
-    """A program has one row, head and block of channels.
+    """Each program computes one row, head and block of channels.
 
     Where, in addition to the parameters of `forward_kernel`:
         position: the query's place on the key axis, a number in memory; not read if KNOWN.
         sizes: R, heads per value head.
-        place: the same as a number, if KNOWN.
+        place: the same place, passed as a number; if KNOWN.
         farthest: the longest lag that a window shows.
     """
     BLOCK: tl.constexpr = SHAPE.block

@@ -12,7 +12,7 @@ class Shape:
 
     head_size: int  # D
     block: int  # channels per program
-    blocks: int  # programs per head, so that they have all of its channels
+    blocks: int  # programs per head, which together have all of its channels
     chunk: int  # C, steps per chunk
     splits: int  # of the sequence
     powers: int  # length of a row of the table
@@ -28,7 +28,7 @@ class Shape:
 
 
 # Rows of a head's table, two each for the real and the imaginary part: z^k, ∂z^k/∂decay, c z^k with the amplitude c,
-# and the rounding error of z^k in float32. ADDED is one row: what the weight of step k + 1 is more than the paper's.
+# and the rounding error of z^k in float32. ADDED is one row: the weight of step k + 1 minus the paper's.
 Z, DZ, READ, REST, ADDED = (tl.constexpr(row) for row in (0, 2, 4, 6, 8))
 TABLE_ROWS = tl.constexpr(9)
 
@@ -41,8 +41,8 @@ COLUMNS = tl.constexpr(6)
 def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
     """A head's table at the exponents 0 … C, then L·m for the splits m = 0, 1, …: [R, 9, powers] float32.
 
-    With a window of N steps also at N, after the splits. If N ≤ C, all others from z^N on are 0: then a state has no
-    more than the last N rows of the chunk that wrote it, and only N rows of a chunk read it.
+    With a window of N steps, also at N, after the splits. If N ≤ C, all other entries from z^N on are 0: then a state
+    has only the last N rows of the chunk that wrote it, and only N rows of a chunk read it.
 
     Where:
         learned: mu, eta, nu, theta and free_lags, contiguous; those that no head reads may be anything.
@@ -158,7 +158,7 @@ def _rates(learned, heads, head, SHAPE: tl.constexpr):
     angle = tl.load(theta + place, mask=turns, other=0.0).to(tl.float64)
     turn = tl.full(angle.shape, 1.0 if SHAPE.scale == 0 else SHAPE.scale, tl.float64)
     rho, slope = tl.where(is_regular, lam, gamma), tl.where(is_regular, lam_slope, gamma_slope)
-    if SHAPE.mixed and SHAPE.scale != 0:  # behind a closed gate P V must not overflow either: 0 · inf would be NaN
+    if SHAPE.mixed and SHAPE.scale != 0:  # behind a shut gate too, P V must not overflow: 0 · inf would be NaN
         gate, _gate_slope = _gates(learned, heads, head, SHAPE)
         is_shut = gate.to(tl.float32) == 0.0
         rho, slope = tl.where(is_shut, 0.0, rho), tl.where(is_shut, 0.0, slope)
@@ -167,7 +167,7 @@ def _rates(learned, heads, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def _amplitudes(heads, head, z):
-    """The amplitude c of heads: z, of sin heads −i z."""
+    """The amplitude c of heads: z, or −i z for sin heads."""
     is_sin = _of_row(heads, head, KIND) == 2
     return tl.where(is_sin, z[1], z[0]), tl.where(is_sin, -z[0], z[1])
 
@@ -189,7 +189,7 @@ def _at_window(table, row: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
-    """One row of the table for the lags i − j of a chunk, less 1, [C, C]; |i − j| − 1 for unmasked REMs."""
+    """One row of the table at the exponents i − j − 1 of a chunk, [C, C]; |i − j| − 1 for unmasked REMs."""
     i = tl.arange(0, SHAPE.chunk)
     lags = i[:, None] - i[None, :]
     lags = lags if SHAPE.causal else tl.abs(lags)
@@ -207,7 +207,7 @@ def _weights(table, SHAPE: tl.constexpr):
 
 @triton.jit
 def _added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """For each step of a chunk, [C], what free lags add to the weight of the step m + 1 steps beyond the edge."""
+    """For each step of a chunk, [C], what free lags add to the weight of the (m + 1)-th step beyond the edge."""
     i = tl.arange(0, SHAPE.chunk)
     lag = (SHAPE.chunk - 1 - i if FROM_RIGHT else i) + m  # less 1
     return tl.load(table + ADDED * SHAPE.powers + lag, mask=lag < SHAPE.lags, other=0.0)
@@ -215,7 +215,7 @@ def _added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.co
 
 @triton.jit
 def _halves(matrix, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
-    """A float32 matrix as (high, low), a sum of two of DTYPE; with operands of float32 the matrix itself."""
+    """A float32 matrix as (high, low), the sum of two matrices of DTYPE; for float32 operands the matrix itself."""
     high = matrix
     low = matrix
     if SHAPE.halves:
@@ -237,5 +237,5 @@ def _multiply(high, low, x, acc, SHAPE: tl.constexpr):
 
 @triton.jit
 def _steps_of_split(length, d, SHAPE: tl.constexpr):
-    """L: a whole number of chunks."""
+    """L, the steps of a split: a whole number of chunks."""
     return tl.cdiv(tl.cdiv(tl.cdiv(length, d), SHAPE.chunk), SHAPE.splits) * SHAPE.chunk

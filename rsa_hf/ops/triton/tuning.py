@@ -29,14 +29,14 @@ def block_of(head_size: int, most: int = 64) -> int:
 
 
 def candidates(kernel: str, head_size: int, bits: int) -> list[Tuning]:
-    """The candidates for a kernel, `"forward"` or `"backward"`, and values of 16 or 32 bits; the default first."""
+    """The candidates for a kernel (`"forward"` or `"backward"`) and values of 16 or 32 bits, the default first."""
     block = block_of(head_size)
     if bits == 32:
         # Rows are twice as wide, and tf32x3 costs three products.
         return [Tuning(32, block, 4, 3), Tuning(32, min(block, 32), 4, 3), Tuning(64, min(block, 32), 4, 2)]
     if kernel == "forward":
         return [Tuning(64, block, 4, 3), Tuning(64, block, 4, 4), Tuning(32, block, 4, 4), Tuning(128, block, 8, 3)]
-    # Three tiles, two matrices and two sums: four warps of 64 channels would run out of registers.
+    # Three tiles, two matrices and two sums: with 64 channels, four warps would run out of registers.
     return [
         Tuning(64, block, 8, 2),
         Tuning(64, min(block, 32), 4, 2),
