@@ -1,12 +1,12 @@
-"""P V, alone or mixed into attention (eq. 4), as one differentiable operation; and the choice of the code for it.
+"""P V, alone or mixed into attention (eq. 4), as one differentiable operation, and the choice of its backend.
 
-`RSA_HF_BACKEND=pytorch|cpp|triton`, which is read once, chooses the code. By default it is Triton on a GPU that can
-run it, C++ on a CPU if there is a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and
-Triton takes one query after cached keys, or more than 16, but not a few; PyTorch computes those under every setting.
+`RSA_HF_BACKEND=pytorch|cpp|triton`, which is read once, chooses the backend. The default is Triton on a GPU that can
+run it, C++ on a CPU with a compiler, else plain PyTorch. Neither Triton nor C++ supports arbitrary masks, and Triton
+does not support 2 to 16 queries after cached keys; PyTorch computes these cases under every setting.
 
-`product_in_pytorch` is differentiated by PyTorch itself, any number of times and in every mode. C++ and Triton have
-their first derivatives alone, in `operator.cpp` and in `_Triton`; for all others (a backward pass with
-`create_graph=True`, forward mode, the transforms of `torch.func`) `product_in_pytorch` takes their place.
+PyTorch itself differentiates `product_in_pytorch`, any number of times and in every mode. C++ and Triton only have
+first derivatives, in `operator.cpp` and in `_Triton`; for all others (a backward pass with `create_graph=True`,
+forward mode, the transforms of `torch.func`), `product_in_pytorch` is used instead.
 
 Code under `torch.compile`, `torch.export` and dispatch modes, such as FakeTensorMode, goes through the operators
 `rsa_hf::recurrence` and `rsa_hf::recurrence_backward`, one node each in a graph: the path taken inside depends on the
@@ -59,7 +59,7 @@ def solve(problem: Problem) -> Tensor:
 
 
 def _path(problem: Problem) -> str:
-    """The backend, or `"pytorch"` where that does not take the mask."""
+    """The backend, or `"pytorch"` if the backend does not support the mask."""
     backend, mask = choose_backend(problem), problem.mask
     if problem.value.numel() == 0 or mask.query_length == 0:
         return "pytorch"
@@ -72,7 +72,7 @@ def _path(problem: Problem) -> str:
 
 
 def choose_backend(problem: Problem) -> str:
-    """One of BACKENDS: what RSA_HF_BACKEND says, an error if that cannot run here; else by device as above."""
+    """One of BACKENDS: that of RSA_HF_BACKEND (an error if it cannot run here), else the default, as above."""
     chosen = REQUESTED
     if chosen and chosen not in BACKENDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
@@ -131,7 +131,7 @@ def _backward(path: str, grad: Tensor, problem: Problem) -> Gradients:
 
 
 def _backward_in_pytorch(grad: Tensor, problem: Problem) -> Gradients:
-    """The gradients of `_in_pytorch`, within a transform, inside an operator, or to be differentiated again."""
+    """The gradients of `_in_pytorch`: in a transform, in an operator, or if they are differentiated again."""
     given = [place for place, tensor in enumerate(problem.tensors) if tensor is not None]
 
     def product(value: Tensor, *others: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _backward_in_pytorch(grad: Tensor, problem: Problem) -> Gradients:
     tensors = [tensor for tensor in problem.tensors if tensor is not None]
     if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad):
         gradients = torch.func.vjp(product, *tensors)[1](grad)
-    else:  # torch.func refuses hooks on saved tensors, as checkpointing has them
+    else:  # torch.func refuses hooks on saved tensors, which checkpointing uses
         again = torch.is_grad_enabled()
         autograd_is_on = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
         with torch.enable_grad(), autograd_is_on:  # it is off inside an operator
@@ -173,13 +173,13 @@ class _Triton(torch.autograd.Function):
 
 def _is_differentiated_again(grad: Tensor) -> bool:
     """Whether the result of this backward pass is part of a graph, or of a transform."""
-    # `is_grads_batched=True` has a batch of its own kind.
+    # `is_grads_batched=True` uses another kind of batched tensor.
     return torch.is_grad_enabled() or is_transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 # --- the operators --------------------------------------------------------------------------------------------------
 
-# Arguments: of `Problem.tensors`, of the mask, and others; operator.cpp counts them too.
+# How many arguments are `Problem.tensors`, come from the mask, and are others; operator.cpp counts them too.
 _TENSORS, _MASKS, _OTHERS = 7, 4, 8
 _ARGUMENTS = (
     "Tensor value, Tensor? attention, Tensor? mu, Tensor? eta, Tensor? nu, Tensor? theta, Tensor? free_lags, "
@@ -190,7 +190,7 @@ _ARGUMENTS = (
 # Not `torch.library.custom_op`, which looks for the source lines of what it registers among all modules: 40 ms.
 _LIBRARY = torch.library.Library("rsa_hf", "DEF")
 _GRADIENTS = ", ".join(["Tensor"] * _TENSORS)
-_OF_CPP = _ARGUMENTS.replace("int[] layout", "Tensor layout")  # which takes less time to pass
+_OF_CPP = _ARGUMENTS.replace("int[] layout", "Tensor layout")  # a tensor takes less time to pass
 for _name, _taken in (("recurrence", _ARGUMENTS), ("walk", _OF_CPP)):
     _LIBRARY.define(f"{_name}({_taken}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.define(f"{_name}_backward(Tensor grad, {_taken}) -> ({_GRADIENTS})", tags=torch.Tag.pt2_compliant_tag)
@@ -198,7 +198,7 @@ _LIBRARY.define(f"differentiable_backward(Tensor grad, {_OF_CPP}) -> ({_GRADIENT
 
 
 def _arguments(problem: Problem, numbers: Sequence[int] | Tensor) -> tuple[Any, ...]:
-    """The arguments of the operators; `numbers` are those of the layout, for the C++ `Layout.numbers`."""
+    """The arguments of the operators; `numbers` is the layout as a flat list, or for C++ `Layout.numbers`."""
     layout, mask = problem.layout, problem.mask
     return (
         *problem.tensors,
@@ -225,13 +225,13 @@ def _problem(*arguments: Any) -> Problem:
 
 
 def _given(gradients: Iterable[Tensor], tensors: Iterable[Tensor | None]) -> Gradients:
-    """The gradients of `Problem.tensors`, from an operator's, which has a tensor for each None."""
+    """The gradients of `Problem.tensors`, from those of an operator, which returns a tensor for each None too."""
     return tuple(None if x is None else found for found, x in zip(gradients, tensors, strict=True))
 
 
 @torch.library.impl(_LIBRARY, "differentiable_backward", "CompositeImplicitAutograd")
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """The gradients of `rsa_hf::walk`, as operations that can be differentiated; operator.cpp calls it."""
+    """The gradients of `rsa_hf::walk`, as operations that can be differentiated; called by operator.cpp."""
     gradients = _backward_in_pytorch(grad, _problem(*arguments))
     return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
@@ -241,8 +241,8 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 def _solve_recorded(problem: Problem) -> Tensor:
     if is_transformed() or torch.onnx.is_in_onnx_export() or problem.mask.is_step:
-        return _in_pytorch(problem)  # of a step a compiler makes few kernels
-    numbers = [number for row in problem.layout.rows for number in row]  # not the tensor that is cached, with a lock
+        return _in_pytorch(problem)  # a compiler makes few kernels of a step
+    numbers = [number for row in problem.layout.rows for number in row]  # not `Layout.numbers`, which takes a lock
     output: Tensor = torch.ops.rsa_hf.recurrence(*_arguments(problem, numbers))
     return output
 

@@ -30,7 +30,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
 
 def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     """Σ_s w_s v_s for weights [B or 1, H, S] and values [B, Hv, S, D]: [B, H, 1, D]."""
-    # Heads that share a value head are the rows of one matrix product, plain heads among them zeros: V is read in
+    # Heads that share a value head are the rows of one matrix product, with zeros for plain heads: V is read in
     # place. (`matmul` takes longer to bring its arguments to this form than `bmm` takes to multiply.)
     shared = rems.num_key_value_groups
     first, last = rems.heads[0] // shared, rems.heads[-1] // shared
@@ -46,10 +46,10 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     columns = value.to(weights.dtype).reshape(B * num_values, S, D)
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     if compiled and value.dtype != weights.dtype:
-        # One kernel, which reads V as it is; for `bmm` the compiler would write a copy in the dtype of the weights.
+        # One kernel, which reads V in its dtype; for `bmm` the compiler would write a copy in the weights' dtype.
         sums = (matrices[..., None] * columns[:, None]).sum(2)
     elif torch.is_autocast_enabled(value.device.type):
-        with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
+        with torch.autocast(value.device.type, enabled=False):  # autocast would multiply in half precision
             sums = torch.bmm(matrices, columns)
     else:
         sums = torch.bmm(matrices, columns)

@@ -1,7 +1,7 @@
-"""Which keys each query sees: `AttentionMask`, its boolean form, and what is remembered of a mask tensor.
+"""Which keys each query sees: `AttentionMask`, its boolean form, and a cache of what is read from mask tensors.
 
 Notation: batch B, heads H, queries T, keys S; queries are positions `query_offset … query_offset + T − 1` of the key
-axis. A query takes no part in a recurrence over keys that attention hides from it, so P is masked as attention is.
+axis. A query gets nothing from keys that attention hides from it: P is masked as attention is.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rsa_hf.rem import is_recorded
 
 Answer = TypeVar("Answer")
 FEW_QUERIES = 16
-LARGE = 2**13  # bytes of a mask from which comparing eight at a time takes less time than one by one
+LARGE = 2**13  # bytes of a mask above which comparing eight bytes at a time is faster than one by one
 
 
 @dataclass(eq=False)  # not frozen: one is made in each layer, and freezing takes as long as a small operation
 class AttentionMask:
-    """Which keys each query sees; a ValueError if queries are not at positions of keys."""
+    """Which keys each query sees. Raises a ValueError if queries are not at positions of keys."""
 
     query_length: int  # T
     key_length: int  # S
     query_offset: int  # position of the first query on the key axis
     causal: bool  # masked or unmasked REMs
     key_mask: Tensor | None = None  # [B or 1, S], False for padding keys
-    # Number of the document of each position of packed rows, [B, S], as `document_index` counts them. A query sees its
-    # own document alone.
+    # Number of each position's document in packed rows, [B, S], as `document_index` counts them. A query sees only its
+    # own document.
     documents: Tensor | None = None
-    sliding_window: int | None = None  # positions that a query sees back, itself included, and ahead if not causal
+    sliding_window: int | None = None  # positions that a query sees back, itself included; as many ahead if not causal
     visible: Tensor | None = None  # [B or 1, H or 1, T, S], for masks that the fields above cannot express
     # Position of a single query, shape (), if only the mask contains it. Then `visible` holds the mask's row, and
     # `query_offset` has no meaning.
@@ -45,7 +45,7 @@ class AttentionMask:
     unread_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # Not in a graph, whose lengths are symbols: the operator makes the mask anew when it runs.
+        # Not checked in a graph, where lengths are symbols: the operator makes the mask again when it runs.
         if torch.compiler.is_compiling() or 0 <= self.query_offset <= self.key_length - self.query_length:
             return
         raise ValueError(
@@ -56,16 +56,16 @@ class AttentionMask:
 
     @property
     def has_few_queries(self) -> bool:
-        """Whether T·S weights cost less than a walk over all S keys: there are so few queries after cached keys."""
+        """Whether so few queries follow cached keys that T·S weights cost less than a walk over all S keys."""
         return self.query_length <= FEW_QUERIES and self.query_length < self.key_length
 
     @property
     def is_step(self) -> bool:
-        """Whether it is of a single causal query after cached keys."""
+        """Whether this is the mask of a single causal query after cached keys."""
         return self.query_length == 1 < self.key_length and self.causal
 
     def with_known_position(self) -> AttentionMask:
-        """The mask of a single query, whose position only its row says, with a number; this waits for the device."""
+        """The mask with its single query's position as a number, if only its row shows that; waits for the device."""
         if self.query_position is None or self.visible is None or self.visible.shape[1] > 1:
             return self
         row = self.visible[:, 0, 0]
@@ -73,7 +73,7 @@ class AttentionMask:
 
     @property
     def seen_length(self) -> int:
-        """Number of keys that some query may see: not the slots of a static cache after the last causal query."""
+        """Number of keys that some query may see: without the slots of a static cache after the last causal query."""
         return self.query_offset + self.query_length if self.causal else self.key_length
 
 
@@ -90,7 +90,7 @@ def lags(mask: AttentionMask, device: torch.device) -> Tensor:
 
 
 def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
-    """Which keys each query sees, [B or 1, H or 1, T, S], of any but an unread mask, whose `lags` are tau."""
+    """Which keys each query sees, [B or 1, H or 1, T, S]; tau are the mask's `lags`. Not for an unread mask."""
     shown = (tau >= 0 if mask.causal else torch.ones_like(tau, dtype=torch.bool))[None, None]
     if mask.sliding_window is not None:
         shown = shown & (tau.abs() < mask.sliding_window)
@@ -103,7 +103,7 @@ def boolean_mask(mask: AttentionMask, tau: Tensor) -> Tensor:
 
 
 class _Memory(threading.local):
-    """The last answers of `remembered`: the layers of a forward ask the same of one mask, or of a few in turn."""
+    """The last answers of `remembered`: all layers of a forward ask the same about one mask, or a few in turn."""
 
     SIZE = 8
 
@@ -119,7 +119,7 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
 
     On a CPU an answer holds while the tensor has the same values. On a GPU, where comparing them would wait, it holds
     until an operation of PyTorch writes to the tensor; writes through `.data` or by other libraries are not noticed.
-    The result must not hold the tensor, nor its memory, which may change before a backward pass.
+    The result must not hold the tensor or share its memory, which may change before a backward pass.
     """
     if is_recorded():
         return function(tensor, *args)

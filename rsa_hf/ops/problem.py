@@ -18,14 +18,14 @@ from rsa_hf.rem import KINDS, Rems, constant, decay_rates, widest_dtype, working
 
 
 class HeadRow(NamedTuple):
-    """An RSA head, and where its numbers stand among the learned ones."""
+    """An RSA head, and the places of its numbers among the learned ones."""
 
     head: int  # its index among the heads of the layer
     kind: int  # in KINDS
     dilation: int
     gate: int  # place in `mu`
-    rate: int  # place in `eta`; of a cyclical head in `nu` and in `theta`
-    lags: int  # which K numbers of `free_lags`
+    rate: int  # place in `eta`, or for a cyclical head in `nu` and `theta`
+    lags: int  # which group of K numbers in `free_lags`
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Layout:
     scale: float
     num_free_lags: int = 0  # K, of each head
 
-    # The cached ones are not for graphs, which cannot take the lock.
+    # Graphs must not use the cached properties: they cannot take the lock.
     @cached_property
     def heads(self) -> tuple[int, ...]:
         """Index of each RSA head among the heads of the layer."""
@@ -58,14 +58,14 @@ class Layout:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_numbers(numbers: tuple[int, ...], scale: float, num_free_lags: int) -> Layout:
-        """The layout whose rows are given, one after the other."""
+        """The layout whose rows are given as one flat sequence."""
         width = len(HeadRow._fields)
         rows = (HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width))
         return Layout(tuple(rows), scale, num_free_lags)
 
 
 class Learned(NamedTuple):
-    """The learned numbers of a layer, one-dimensional each, and None where no head has any (`rsa_hf/layer.py`)."""
+    """The learned numbers of a layer, each one-dimensional, or None if no head has any (`rsa_hf/layer.py`)."""
 
     mu: Tensor | None
     eta: Tensor | None
@@ -86,7 +86,7 @@ class Problem(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What the operation is differentiated by."""
+        """The tensors with respect to which the operation is differentiated."""
         return (self.value, self.attention, *self.learned)
 
     def empty_output(self) -> Tensor:
@@ -100,7 +100,7 @@ class Problem(NamedTuple):
 def from_rems(
     value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
 ) -> Problem:
-    """The problem of REMs and gates that are given themselves; gates have the shape (R,)."""
+    """The problem of REMs and gates that are given directly; gates have the shape (R,)."""
     rows = tuple(
         HeadRow(head, KINDS.index(kind), d, i, i, i)
         for i, (head, kind, d) in enumerate(zip(rems.heads, rems.kinds, rems.dilation, strict=True))
@@ -114,8 +114,8 @@ def from_rems(
 def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -> tuple[Rems, Tensor | None]:
     """The REMs and the gate of each head, (R,), in ordinary operations, in float64 where the device has it.
 
-    float32 is too coarse near ±1: distinct parameters would give one rate, and 1 − λ² no gradient for η. Compiled code
-    computes the same from a `Problem`.
+    float32 is too coarse near ±1: distinct parameters would give the same rate, and 1 − λ² no gradient for η. C++ and
+    Triton compute the same from a `Problem`.
     """
     rows, scale = layout.rows, layout.scale
     some = next(tensor for tensor in (learned.eta, learned.nu) if tensor is not None)
@@ -136,7 +136,7 @@ def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -
     if learned.mu is not None:
         gates = torch.sigmoid(number(learned.mu)) if scale else number(learned.mu)
         gate = gates.index_select(0, constant(tuple(row.gate for row in rows), device))
-        # Behind a closed gate P V must not overflow either: 0 · inf would be NaN.
+        # Behind a shut gate too, P V must not overflow: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay) if scale else decay
     if learned.free_lags is not None:
         of_heads = learned.free_lags.view(-1, layout.num_free_lags)

@@ -6,13 +6,13 @@ and c its amplitude (see `rem.py`), row i of chunk n is
     y_i = Σ_j f(i − j) v_j + Re(c z^i h_n)        s_n = Σ_j z^{C−1−j} v_j        h_n = Σ_{m<n} z^{C(n−1−m)} s_m
 
 h is the product of the states s with a REM of rate z^C and amplitude 1, so it is computed in chunks as well. A complex
-number is two rows of a real matrix. An unmasked REM has states from both sides.
+number is stored as two rows of a real matrix. An unmasked REM has states from both sides.
 
 In a sliding window of w steps, a query sees the chunks 1 … q − 1 before its own as a whole, with q = ⌊w / C⌋, so h has
-a window too; of the chunks q and q + 1 it sees a part, so these are multiplied with f as its own chunk is. Nothing is
+a window too. It sees part of the chunks q and q + 1, which are multiplied by f, as its own chunk is. Nothing is
 subtracted, so nothing cancels, however slow the decay.
 
-Free lags differ from the paper's weights by as many numbers; these times V, shifted by as many steps, are added.
+Free lags add a term for each step k ≤ K: V shifted by k steps, times the free weight minus the paper's.
 
 A head dilated by d is its base head on d interleaved sub-sequences. Axes: batch B, heads h of one dilation, residues
 d, chunks N, rows (steps C, or 2C for states), channels D.
@@ -39,11 +39,11 @@ CHUNK = 32  # steps
 def product_in_pytorch(
     value: Tensor, rems: Rems, mask: AttentionMask, attention: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """The output of a `Problem` in ordinary operations, from REMs and gates (R,); see there.
+    """The output of a `Problem` (see there) in ordinary operations, from REMs and gates of shape (R,).
 
     No value of a tensor is looked at, so it works in graphs and in the transforms of `torch.func`.
     """
-    # Here, so that the gradients of heads that share a value head are summed before they are rounded.
+    # Cast here, so that the gradients of heads that share a value head are summed before they are rounded.
     value = value.to(working_dtype(value))
     is_read = mask.unread_mask is None or mask.query_position is not None
     if mask.is_step and is_read:
@@ -64,13 +64,13 @@ def _dense(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     mask = read_traced(mask)
     tau = lags(mask, value.device)
     visible = boolean_mask(mask, tau)
-    if visible.shape[1] > 1:  # a part for each head, plain ones too
+    if visible.shape[1] > 1:  # one mask per head, plain heads included
         visible = take_heads(visible, rems.heads, dim=1)
     tau = tau.clamp(min=0) if mask.causal else tau.abs()
     # All of P is picked from one table of weights by lag. Not `[:, tau]`: its gradient cannot be mapped over a batch.
     table = weights_of_lags(rems, torch.arange(mask.query_length + mask.key_length, device=value.device), value.dtype)
     P = torch.where(visible, table.index_select(1, tau.flatten()).unflatten(1, tau.shape), 0)
-    # Keys that nobody sees may hold anything, and 0 · NaN would be NaN.
+    # Keys that no query sees may hold anything, and 0 · NaN would be NaN.
     is_seen = visible.any(dim=-2)[..., None]
     return P @ torch.where(is_seen, _keys(value, rems), 0)
 
@@ -109,7 +109,7 @@ def _chunked(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
 def _free_part(
     x: Tensor, rems: Rems, sides: tuple[int, ...], window: int | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """What free lags add to `_product`, of values; see there."""
+    """What free lags add to the `_product` of values; see there for the arguments."""
     assert rems.free_lags is not None
     steps = torch.arange(1, rems.free_lags.shape[1] + 1, device=x.device)
     added = rems.free_lags.to(x.dtype) - weights_of_lags(replace(rems, free_lags=None), steps, x.dtype)
@@ -121,7 +121,7 @@ def _free_part(
                 same = ids[0] == _shift(ids[1], side * k, -2)
                 shifted = torch.where(same[..., None, None], shifted, 0)
             parts.append(added[:, k - 1, None, None, None, None] * shifted)
-    return sum(parts, added.sum() * torch.zeros_like(x))  # a text of one token gives them the gradient 0
+    return sum(parts, added.sum() * torch.zeros_like(x))  # so that they get the gradient 0 from a text of one token
 
 
 def _interleaved(x: Tensor, d: int, fill: int) -> Tensor:
@@ -134,15 +134,15 @@ def _interleaved(x: Tensor, d: int, fill: int) -> Tensor:
 def _product(
     x: Tensor, rems: Rems, stride: int, sides: tuple[int, ...], window: int | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """P V in chunks, in the shape of x, of values or of states, which have a real and an imaginary part.
+    """P V in chunks, in the shape of x, which holds values, or states with a real and an imaginary part.
 
     Args:
         x: the sequence, [B, h, d, steps, parts, D].
         rems: the heads, without dilation.
         stride: a state k steps away has the weight z^{(k − 1) · stride}, a value the real part of c z^{k − 1}.
         sides: 1: steps before a query, −1: steps after it.
-        window: number of steps that a query sees to a side, itself included; None: all.
-        ids: documents of queries and of keys, [B, 1, d, steps] each; a query sees its own one. None: there is one.
+        window: number of steps that a query sees on a side, itself included; None: all.
+        ids: documents of queries and of keys, [B, 1, d, steps] each; a query sees only its own. None: there is one.
     """
     steps, parts = x.shape[3:5]
     C = min(steps, CHUNK)
@@ -151,7 +151,7 @@ def _product(
     if ids is not None:
         queries, keys = _in_chunks(ids[0], C, -1), _in_chunks(ids[1], C, -2)  # [B, 1, d, N, C]
 
-    # The chunks that are multiplied with weights, by distance, and how many are seen as a whole, through states.
+    # Distances of the chunks that are multiplied by weights, and the number of chunks seen as a whole, by states.
     distances: tuple[int, ...] = (0,)
     whole = N - 1
     if window is not None and window < steps:
@@ -172,7 +172,7 @@ def _product(
     if ids is not None:
         seen = torch.cat([_shift(keys, distance, -2) for distance in distances], 4)
         weights = _where_same(queries, seen, weights)
-    matrices, columns = [weights], [_shift(x, distance, 0) for distance in distances]  # one product in all
+    matrices, columns = [weights], [_shift(x, distance, 0) for distance in distances]  # for a single product
     for side in sides if whole else ():
         writing, reading = (_matrix(*pair) for pair in ((to_state[:, :, :parts], write[side]), (to_query, read[side])))
         of_states = None
@@ -197,7 +197,7 @@ def _matrix(powers: Tensor, places: Tensor) -> Tensor:
 
 
 def _where_same(rows: Tensor, columns: Tensor, matrix: Tensor) -> Tensor:
-    """A matrix, 0 where a row and a column have different ids, [B, 1, d, N, rows] and [B, 1, d, N, columns]."""
+    """The matrix, set to 0 where row and column have different ids, [B, 1, d, N, rows] and [B, 1, d, N, columns]."""
     same = rows[..., :, None] == columns[..., None, :]
     for axis in (4, 5):  # an id may stand for two parts
         same = same.repeat_interleave(matrix.shape[axis - 1] // same.shape[axis], axis)
@@ -208,9 +208,9 @@ def _where_same(rows: Tensor, columns: Tensor, matrix: Tensor) -> Tensor:
 def _places(
     C: int, distances: tuple[int, ...], sides: tuple[int, ...], window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[int, Tensor], dict[int, Tensor]]:
-    """Exponents of z, [K], and where they stand in the matrices of a chunk; the place K stands for 0.
+    """Exponents of z, [K], and their places in the matrices of a chunk; the place K stands for the entry 0.
 
-    These are weights, [C, C · distances], and by side those that read a state, [C, 1], and that write it, [1, C].
+    These are the weights, [C, C · distances], and per side those that read a state, [C, 1], or write it, [1, C].
     """
     rows = range(C)
     shown = {side * lag: lag - 1 for lag in range(1, C if window is None else window) for side in sides}
@@ -235,7 +235,7 @@ def _in_chunks(x: Tensor, C: int, fill: int) -> Tensor:
 
 
 def _shift(x: Tensor, chunks: int, fill: int) -> Tensor:
-    """What stands `chunks` chunks before, along axis 3; after, if that is negative."""
+    """Shift x along axis 3: in each place what is `chunks` places before it, or after it if that is negative."""
     N = x.shape[3]
     count = max(-N, min(chunks, N))
     return F.pad(x, (0, 0) * (x.dim() - 4) + (count, -count), value=fill) if chunks else x

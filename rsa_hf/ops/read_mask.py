@@ -19,7 +19,7 @@ from rsa_hf.ops.mask import AttentionMask, boolean_mask, document_index, lags, r
 from rsa_hf.rem import is_recorded, is_transformed
 
 # Additive masks hide a key with −inf, the dtype's minimum, or −10,000 in older models, to which a position bias may be
-# added; anything above is a bias alone.
+# added; anything above is only a bias.
 HIDDEN_AT_OR_BELOW = -9e3
 
 
@@ -44,8 +44,8 @@ def read_attention_mask(
         causal: direction of the layer.
         aligned_top_left: the meaning of a missing mask if T < S: queries at positions 0 … T−1 (sdpa, True), or the
             last T positions (eager, flash attention). A single query sees every key under both.
-        sliding_window: number of positions back that a query sees, itself included, if no mask says so.
-        document_ids: id of each key's packed document, [B, S], if no mask says so.
+        sliding_window: number of positions that a query sees back, itself included, if no mask shows it.
+        document_ids: id of each key's packed document, [B, S], if no mask shows it.
 
     Returns:
         Which keys each query sees.
@@ -63,7 +63,7 @@ def read_attention_mask(
             "flex attention's BlockMask. Load the model with attn_implementation='sdpa' or 'eager'."
         )
     if attention_mask is not None and attention_mask.dim() == 4:
-        # A graph does not know values, and a transform of torch.func may have a batch of them.
+        # Values are not known in a graph, and may be batched in a transform of torch.func.
         not_read = is_recorded() or is_transformed()
         if causal and T == 1:
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
@@ -133,7 +133,7 @@ def as_boolean(mask: Tensor, T: int, S: int) -> Tensor:
 
 
 def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> Tensor:
-    """Which keys each query sees under flex attention, whose output is given: [B or 1, H or 1, T, S], boolean.
+    """Which keys each query sees under flex attention, boolean, [B or 1, H or 1, T, S]; `attention` is its output.
 
     Flex attention shows the keys of full blocks, asks `mask_mod` in partial blocks, and skips all others. The mask is
     evaluated in every call, because tensors that `mask_mod` reads may have changed. As long as nothing has, the same
@@ -143,7 +143,7 @@ def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> 
 
     (B, T, H), S = attention.shape[:3], key_length
     visible = create_mask(block_mask.mask_mod, B, H, T, S, attention.device)
-    # vmap expands along an index that `mask_mod` does not look at. One row or head is enough there.
+    # vmap expands along an index that `mask_mod` ignores: one row or head is enough then.
     visible = visible[: B if visible.stride(0) else 1, : H if visible.stride(1) else 1]
     visible = visible & _in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, T, S)
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -157,7 +157,7 @@ def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> 
     return known
 
 
-# The last answer of `evaluate_block_mask` for each BlockMask, as long as that lives.
+# The last answer of `evaluate_block_mask` for each BlockMask, for as long as the BlockMask exists.
 _evaluated: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
 
@@ -186,13 +186,13 @@ def read_row(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
     """
     visible = as_boolean(mask, T, S).clone()
     slots = torch.arange(S, device=mask.device)
-    position = torch.where(visible, slots, 0).flatten().amax(0)  # over all axes at once ONNX has no maximum
-    # As an unread mask too, which is what the operator of a graph takes.
+    position = torch.where(visible, slots, 0).flatten().amax(0)  # ONNX has no maximum over all axes at once
+    # Also given as an unread mask, which is what the operator in a graph takes.
     return AttentionMask(T, S, S - 1, causal, visible=visible, query_position=position, unread_mask=visible)
 
 
 def read_traced(mask: AttentionMask) -> AttentionMask:
-    """The same mask with `visible` and `query_position` in place of an unread mask, without looking at its values."""
+    """The same mask with `visible` and `query_position` instead of an unread mask, without looking at its values."""
     if mask.unread_mask is None or mask.query_position is not None:
         return mask
     T, S = mask.query_length, mask.key_length
@@ -235,7 +235,7 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         for packed in (replace(found, documents=documents), replace(windowed, documents=documents)):
             if explains(packed):
                 return packed
-    # Python's registry shows a warning of one text and place once.
+    # Python shows a warning of the same text and place only once.
     warnings.warn(
         "unsupported mask: it does not combine direction, padding, packed documents and a sliding window. P is built "
         "explicitly, at quadratic cost.",
@@ -245,7 +245,7 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
 
 
 def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
-    """Documents, [B, S], under the assumption that the mask [B, T, S] is one of packed rows.
+    """Documents, [B, S], assuming that the mask, [B, T, S], is one of packed rows.
 
     A document begins at a query that does not see the last real key before it. The caller checks the assumption.
     """
@@ -255,7 +255,7 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     before = F.pad(last_real[:, :-1], (1, 0), value=-1)[:, offset : offset + T]
     sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0]
     begins = torch.zeros(B, S, dtype=torch.bool, device=visible.device)
-    # Padding between the tokens of a document begins none; padding whose query sees nothing is a document of its own.
+    # Padding inside a document does not begin a new one; padding whose query sees nothing is a document of its own.
     real = key_mask[:, offset : offset + T] | ~visible.any(dim=2)
     begins[:, offset : offset + T] = (before >= 0) & ~sees_it & real
     return begins.cumsum(dim=1)
@@ -264,15 +264,15 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
 def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     """Position of the first query on the key axis, from a mask, without waiting for its values: ().
 
-    A query sees itself. So the T queries are where each sees the key of its own slot, or where no query sees that key
-    because it is padding. Several places may fit; the last one is right, because queries also see the keys before
-    them. The farthest visible key does not determine the position: in an image or a prefix, which see ahead, it is
-    another token's, and a query that is padding sees less far than its own slot.
+    A query sees itself. So each of the T queries is at a slot whose key it sees, unless that key is padding, which no
+    query sees. Several places may fit; the last one is right, because queries also see the keys before them. The
+    farthest visible key does not determine the position: in an image or a prefix, where tokens see ahead, it belongs
+    to another token, and a query that is padding does not see as far as its own slot.
 
-    If the first query sees as far as any other, as in one prefix, the mask is the same whatever part of its end is
-    padding. Then the last query that sees anything is taken for a token, at the last visible key; or the first one, if
-    that key is where a cache without free slots has it, and others were cached before: all queries after it are
-    padding.
+    If the first query sees as far as any other, as in one prefix, the mask is the same however much of its end is
+    padding. Then the last query that sees anything is taken for a token, at the last visible key. The first query is
+    taken instead if a cache without free slots has it at that key, and other keys were cached before: all queries
+    after it are padding.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)

@@ -1,4 +1,4 @@
-r"""P V twice, to be read beside the paper: by its definition, and step by step.
+r"""P V twice, to be read next to the paper: by its definition, and step by step.
 
 Nothing here is fast, and nothing here shares code with the paths that it checks. The tests compare values and
 gradients of `rem_product` with both.
@@ -8,7 +8,7 @@ the complex rate z = λ (regular) or z = γ e^{iθ} (cos, sin). With step k = τ
 
     f(τ) = λ^k,  γ^k cos(kθ)  or  γ^k sin(kθ)      (paper, eqs. 2 and 3)
 
-which is the real part of z^k, for a sin head the imaginary part. All other f(τ) are 0, f(0) among them.
+This is the real part of z^k, or for a sin head the imaginary part. All other f(τ) are 0, including f(0).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def dense_rem_product(
     P = torch.where(sees, P, 0)
 
     V = value.repeat_interleave(num_key_value_groups, dim=1)[:, : len(kinds)]  # [B, H, S, D]
-    V = torch.where(sees.any(dim=2)[..., None], V, 0)  # keys that nobody sees may hold NaN
+    V = torch.where(sees.any(dim=2)[..., None], V, 0)  # keys that no query sees may hold NaN
     return P @ V  # [B, H, T, D]
 
 
@@ -85,8 +85,8 @@ def recurrent_rem_product(
 ) -> Tensor:
     """P V as the recurrent network that it encodes, one step at a time: h_t = z (h_{t−d} + v_{t−d}).
 
-    The real part of h_t, for a sin head the imaginary part, is row t of P V. Arguments and result as in `rem_product`;
-    a recurrent state cannot express a window or an arbitrary mask.
+    Row t of P V is the real part of h_t, or for a sin head its imaginary part. Arguments and result as in
+    `rem_product`; a recurrent state cannot express a window or an arbitrary mask.
     """
     B, _, S, _ = value.shape
     T = S if query_length is None else query_length

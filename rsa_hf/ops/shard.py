@@ -26,14 +26,14 @@ class Shard(NamedTuple):
     group: Any
 
     def heads(self, num_heads: int) -> range:
-        """Which of the layer's heads a process has, if each has `num_heads`."""
+        """The heads of the layer that this process has, if each process has `num_heads`."""
         return range(self.rank * num_heads, (self.rank + 1) * num_heads)
 
 
 def sum_gradients(attention: Tensor, learned: Learned, shard: Shard) -> tuple[Tensor, Learned]:
-    """The same tensors; the gradients of what is learned are summed over the processes.
+    """Return the same tensors, with the gradients of `learned` summed over the processes.
 
-    A process without RSA heads takes part if it goes on with the attention that is returned.
+    A process without RSA heads takes part in the sum if it continues with the returned attention.
     """
     given = {name: tensor for name, tensor in learned._asdict().items() if tensor is not None}
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given.values()):
