@@ -1,7 +1,7 @@
-"""Attention: the output of a module with a child named `rsa` is mixed with recurrence.
+"""Mixes recurrence into the output of attention modules that have a child named `rsa`.
 
 Most modules get their attention function from transformers' attention interface, which `wrap_get_interface` wraps.
-Classes in `architectures/table.py` compute attention themselves: `connect` wraps a method of theirs. Both lead to
+Classes in `architectures/table.py` compute attention themselves: `connect` wraps a method of theirs. Both ways lead to
 `mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls of both.
 """
 
@@ -46,8 +46,8 @@ _DIRECTION_ATTRIBUTES = {"InformerAttention": "is_decoder"}
 # Classes whose mask hides keys with −100 rather than −10,000 or less.
 _HIDE_WITH_MINUS_100 = {"SwinAttention"}
 
-# transformers' mask functions: sdpa's leaves out the mask of a first text in a static cache; three have windows and
-# packed documents in their masks, and flash attention's leaves these to keywords.
+# transformers' mask functions: sdpa's leaves out the mask of a first text in a static cache; three put windows and
+# packed documents into their masks, and flash attention's leaves these to keywords.
 _SDPA_MASKS, _FLASH_MASKS = MASKS["sdpa"], MASKS["flash_attention_2"]
 _WITH_WINDOWS = (_SDPA_MASKS, MASKS["eager"], MASKS["flex_attention"])
 
@@ -131,14 +131,14 @@ def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None)
 def architecture_of(module: nn.Module) -> Architecture | None:
     """The row of `architectures/table.py` for an attention module's class; None if it has none."""
     rows = (_BY_CLASS.get((cls.__module__, cls.__name__)) for cls in type(module).__mro__)
-    # A class without the method has gone over to the interface.
+    # A class that no longer has the method uses the interface.
     return next((row for row in rows if row is not None and hasattr(module, row.method)), None)
 
 
 def connect(model: nn.Module) -> None:
     """Wrap the classes of a model's attention modules that have a row in the table, once in a process."""
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    config_of = {module: owner.config for owner in owners for module in owner.modules()}  # of the innermost one
+    config_of = {module: owner.config for owner in owners for module in owner.modules()}  # that of the innermost owner
     for module in model.modules():
         row = architecture_of(module)
         if row is None:
@@ -154,7 +154,7 @@ def connect(model: nn.Module) -> None:
 def wrap_class(path: str, name: str) -> Architecture:
     """Wrap the method of one class in the table, unless it is wrapped already, and return its row.
 
-    A class that is not as expected is a RuntimeError.
+    Raises a RuntimeError if the class is not as expected.
     """
     row, cls = _BY_CLASS[path, name], getattr(importlib.import_module(path), name)
     original = vars(cls).get(row.method)
@@ -212,11 +212,11 @@ def mix_recurrence(
 ) -> Tensor:
     """Mix P V into the output of attention, [B, T, H, D], if the module has RSA heads.
 
-    V, [B, Hv, S, D], includes cached positions or memories. The plan's direction goes before that of the call,
-    `causal`. A mask says which keys are seen, as in `read_attention_mask`, with a window, or the keywords of a call of
-    flash attention, where no mask does. `positions`, [B or 1, T], are those of the queries in their texts, if the
-    cache keeps all keys. A ValueError: nothing says whether attention is causal, the layer has other heads than when
-    it was patched, the cache has lost keys, or there is padding between keys.
+    V, [B, Hv, S, D], includes cached positions or memories. The plan's direction overrides `causal`, that of the call.
+    `mask` says which keys are seen, as in `read_attention_mask`; `sliding_window`, or `flash`, the keywords of a call
+    of flash attention, say what it does not. `positions`, [B or 1, T], are those of the queries in their texts, if the
+    cache keeps all keys. Raises a ValueError if nothing says whether attention is causal, the layer has other heads
+    than when it was patched, the cache has lost keys, or padding stands between keys.
     """
     rsa = heads_of(module)
     if rsa is None:
@@ -224,7 +224,7 @@ def mix_recurrence(
     if rsa.spec.causal is not None:
         causal = rsa.spec.causal
     elif getattr(rsa.model_config, "is_causal", None) is False:
-        causal = False  # modules beside the interface learn of it from their mask alone
+        causal = False  # modules that do not use the interface see this only in their mask
     if causal is None:
         raise ValueError(
             f"{type(module).__name__} does not say whether it is causal. Patch with RSAConfig(causal=True) or "

@@ -1,9 +1,9 @@
 """The table of all that rsa_hf hooks in transformers and PEFT (`peft/adapter_hooks.py`): `HOOKS`.
 
 Nothing else of these libraries is replaced, except for the attention classes listed in `architectures/table.py`, which
-are wrapped when a model with such a class is patched or loaded. PEFT's tuner of a model with RSA heads gets a subclass
-of its class. Plain models run their own code, except for one look-up of the child `rsa` in each attention call, and
-checks when they are built, loaded and saved.
+are wrapped when a model with such a class is patched or loaded. The PEFT tuner of a model with RSA heads changes to a
+subclass of its class. Plain models run their own code, except for one look-up of the child `rsa` in each attention
+call, and checks when they are built, loaded and saved.
 """
 
 from __future__ import annotations

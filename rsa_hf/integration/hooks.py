@@ -26,7 +26,7 @@ class Hook:
     name: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     purpose: str  # what the hook does, as an infinitive
-    essential: bool = True  # whether none of the list is installed without it
+    essential: bool = True  # if this hook does not fit, none of the list is installed
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
@@ -44,8 +44,8 @@ def is_installed(hook: Hook) -> bool:
 def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
     """Install the hooks that are not in place yet: all essential ones or, if one of those does not fit, none at all.
 
-    A hook does not fit where its function is missing, or lacks a parameter: an essential one is then an ImportError,
-    another is left out, with a warning. `supported` is a sentence for messages: which versions are supported.
+    A hook does not fit if its function is missing, or lacks a parameter. An essential hook then raises an ImportError;
+    any other is left out, with a warning. `supported` is a sentence for messages: which versions are supported.
     """
     replacements = []
     for hook in hooks:
@@ -66,7 +66,7 @@ def install_hooks(hooks: Sequence[Hook], supported: str) -> None:
 
 
 def _replacement(hook: Hook) -> tuple[Any, Any]:
-    """The owner of a hooked function, and what goes in the function's place."""
+    """The owner of a hooked function, and the function's replacement."""
     owner = pkgutil.resolve_name(hook.owner)
     static = inspect.getattr_static(owner, hook.name, None)
     function = getattr(static, "__func__", static)

@@ -1,4 +1,4 @@
-"""Building, loading and resuming: a config with a plan gets its RSA heads, which a checkpoint has to match exactly."""
+"""Building, loading and resuming: a config with a plan gets RSA heads, and a checkpoint has to match them exactly."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _require_plan_of_model(folder: Path, model: PreTrainedModel) -> None:
         return
     configs = model.config, type(model.config).from_pretrained(folder)
     own, theirs = ([read_plan(content) for content in saved_plans(config)] for config in configs)
-    # Not the configs: the checkpoint has trained values wherever they started.
+    # Heads are compared, not configs: the checkpoint has trained values wherever they started.
     heads, other_heads = ([(plan.modules, plan.layers) for plan in plans] for plans in (own, theirs))
     if len(heads) == len(other_heads) and all(each in other_heads for each in heads):
         return

@@ -25,7 +25,7 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
         if not saved_plans(self):
             original(self, json_file_path, *args, **keywords)
             return
-        # In one step, so that there is never a config.json without its locks.
+        # Written in one step, so that there is never a config.json without its locks.
         with atomic_write(json_file_path) as temporary:
             original(self, temporary, *args, **keywords)
             content = json.loads(temporary.read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the locks from a config with a plan that is read. A damaged one, with locks alone, stays locked."""
+    """Remove the locks when a config with a plan is read. A damaged one, with locks but no plan, stays locked."""
 
     def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
         content = original(cls, json_file)

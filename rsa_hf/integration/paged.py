@@ -1,7 +1,7 @@
 """Continuous batching: many requests in one row, over a paged cache (`generate_batch`, `transformers serve`).
 
-The queries of all requests lie one after the other, as do their keys; the queries of a request are the last of its
-keys. So the keys are a row of packed documents, whose P V is read at the positions of the queries.
+The queries of all requests lie one after the other, as do their keys; a request's queries are at its last keys. So the
+keys form a row of packed documents, and its P V is read at the positions of the queries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_FLASH = (
 
 
 class _StandInForPagedCache(PagedAttentionCache):
-    """A cache that keeps what attention gets: V, [1, Hv, S, D], and where the keys of each request end, after a 0."""
+    """A cache that keeps what attention gets: V, [1, Hv, S, D], and the ends of each request's keys, after a 0."""
 
     value: Tensor
     key_ends: Tensor
@@ -42,7 +42,7 @@ class _StandInForPagedCache(PagedAttentionCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         key, self.value = self.cache.update(key_states, value_states, layer_idx, kwargs)
-        self.key_ends = kwargs["cu_seq_lens_k"]  # the cache has put those of the layer there
+        self.key_ends = kwargs["cu_seq_lens_k"]  # the cache has put the layer's own there
         return key, self.value
 
 
@@ -50,8 +50,8 @@ class _StandInForPagedCache(PagedAttentionCache):
 def paged_attention_with_rsa(base: Callable[..., Any], module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Call an attention function of transformers for the requests of a paged cache, and mix in P V.
 
-    `arguments` are Q, [1, H, T, D]; K and V, [1, Hv, S, D]; the additive mask, [1, 1, T, S]; and more that it takes.
-    Before transformers 5.24 it takes the cache too, and K and V are those of the T queries.
+    `arguments` are Q, [1, H, T, D]; K and V, [1, Hv, S, D]; the additive mask, [1, 1, T, S]; and any others.
+    Before transformers 5.24 it also takes the cache, and K and V are those of the T queries.
     """
     rsa, mask = cast(RSAHeads, heads_of(module)), arguments[3]
     if keywords.get("block_table") is not None or mask is None:
@@ -77,11 +77,11 @@ def paged_attention_with_rsa(base: Callable[..., Any], module: nn.Module, *argum
 
 
 def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask, Tensor]:
-    """Read the mask of a call, [1, 1, T, S], and where the queries and the keys of each request end, after a 0.
+    """Read the mask of a call, [1, 1, T, S]; `ends` are the ends of each request's queries and keys, after a 0.
 
     Returns:
         The mask of all packed keys, each as a query, and the positions of the queries among them, [T]. If each request
-        has one query, and all are of similar length: the mask of a batch, and the keys of each row, [T, keys].
+        has one query, and all have similar lengths: the mask of a batch, and the keys of each row, [T, keys].
     """
     count = ends[0].index(ends[0][-1])  # static sizes add requests without queries at the end
     query_ends, key_ends = torch.tensor(ends, device=mask.device)[:, : count + 1]
@@ -102,7 +102,7 @@ def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask,
 
 
 def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep patched models from flash attention and CUDA graphs, or refuse before the thread that generates starts."""
+    """Keep patched models off flash attention and CUDA graphs, or refuse before the generating thread starts."""
 
     def init_continuous_batching(
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **keywords: Any
@@ -130,6 +130,6 @@ def wrap_init_continuous_batching(original: Callable[..., Any]) -> Callable[...,
 
 
 def forget_paged_cache(model: Any) -> None:
-    """Let go of a persistent manager of continuous batching, whose cache has prompts as the model read them before."""
+    """Drop a persistent manager of continuous batching: its cache holds prompts as the model read them until now."""
     if hasattr(model, "destroy_cached_continuous_batching_manager"):
         model.destroy_cached_continuous_batching_manager()

@@ -1,4 +1,4 @@
-"""Whether the slots of the cached keys, which P V counts, are the positions of a text."""
+"""Checks that the slots of cached keys, in which P V counts distances, are the positions of a text."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tens
     positions = keywords.get("position_ids")
     if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
         return None  # M-RoPE has several axes, and a paged cache several texts
-    # Not as an attribute, which a config whose layers differ refuses.
+    # Not read as an attribute: a config whose layers differ refuses that.
     of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
     if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
-        return None  # without a value to look at
+        return None  # a graph or a transform has no values to look at
     return positions
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     """Check that positions count what P V counts: slots of the keys, from the first one that a row does not hide.
 
-    A query at a position beyond its slot has lost keys; one at an earlier position has padding between its keys, or
-    tokens of another text that begins as its own does.
+    A query whose position is beyond its slot has lost keys. One whose position is before its slot has padding between
+    its keys, or tokens of another text that begins as its own does.
     """
     T, device = mask.query_length, positions.device.type
     # A single query on a GPU is not checked: decoding would wait for the device at each token.
@@ -62,7 +62,7 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     if slot > 0:
         # Looking at a few numbers takes less time than remembering them.
         position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
-        # A block of queries that all see each other may look like one query and padding after it.
+        # A block of queries that all see each other may look like one query followed by padding.
         shown = mask.key_mask if mask.visible is None else mask.visible
         is_early = T > 1 and shown is not None and position < slot - remembered(_first_seen, shown)
         if is_early or position > slot + _LARGEST_FIRST_POSITION:
@@ -91,7 +91,7 @@ def require_no_gaps(mask: AttentionMask) -> None:
 
 
 def _real_keys(mask: AttentionMask) -> Tensor | None:
-    """Which keys are not padding, [B or 1, S], if the mask says so for a row as a whole."""
+    """Which keys are not padding, [B or 1, S], if the mask says it for whole rows."""
     if mask.documents is not None:
         return None
     if mask.query_position is not None and mask.visible is not None:
@@ -100,7 +100,7 @@ def _real_keys(mask: AttentionMask) -> Tensor | None:
 
 
 def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
-    """Whether two queries see the same key, at distances that differ otherwise than their positions do."""
+    """Whether two queries see the same key at distances that do not differ as their positions do."""
     assert mask.visible is not None
     visible, slots = mask.visible[:, 0], torch.arange(positions.shape[1], device=positions.device)
     is_real = visible.any(1)[:, mask.query_offset :][:, : len(slots), None]
@@ -110,7 +110,7 @@ def _is_tree(positions: Tensor, mask: AttentionMask) -> bool:
 
 
 def _has_padding(positions: Tensor, mask: AttentionMask) -> bool:
-    """Whether padding stands between a real token and the first one of its row, and its position does not count it."""
+    """Whether padding that positions do not count stands between a real token and the first one of its row."""
     keys = _real_keys(mask)
     assert keys is not None
     steps, gaps = _steps_and_gaps(keys, mask)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to save what could not be loaded again; after saving bring the model card up to date."""
+    """Refuse to save what could not be loaded again; after saving, bring the model card up to date."""
 
     def save_pretrained(
         self: PreTrainedModel,
@@ -35,7 +35,7 @@ def wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         **keywords: Any,
     ) -> Any:
         _require_heads_as_planned(self)
-        # Averages, or gathered from other processes. Saving empties the state dict.
+        # These may be averages, or gathered from other processes. Taken now, because saving empties the state dict.
         saved = {
             name: state_dict[name]
             for name, _ in self.named_parameters()
@@ -88,7 +88,7 @@ def _require_heads_as_planned(model: PreTrainedModel) -> None:
 
 
 def _planned_parts(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, SavedPlan]]:
-    """The model, and the models in it, whose config has a plan, with this; of those that share a config the first."""
+    """This model and the models in it whose config has a plan, each with its plan; only the first per config."""
     planned = {id(config): config for config in with_parts(model.config) if vars(config).get("rsa") is not None}
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and planned.pop(id(part.config), None) is not None:
@@ -100,13 +100,13 @@ def _mismatched_modules(model: PreTrainedModel, plan: SavedPlan) -> list[str]:
     base = model.base_model
     named = ((name_in_files(name), heads_of(module)) for name, module in base.named_modules())
     found = {name: heads.spec for name, heads in named if heads is not None}
-    # A first part that is not there belongs to a part of the model that this class does not have.
+    # A name whose first part is missing belongs to a part of the model that this class does not have.
     planned = {name: spec for name, spec in plan.layers.items() if name.split(".")[0] in base._modules}
     return [name for name in {**planned, **found} if planned.get(name) != found.get(name)]
 
 
 def wrap_upload_modified_files(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Before an upload write the card, which transformers has just overwritten, and add an adapter's plan."""
+    """Before an upload, write the card, which transformers has just overwritten, and add an adapter's plan."""
 
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **keywords: Any) -> Any:
         if isinstance(self, PreTrainedModel):

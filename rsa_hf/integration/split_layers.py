@@ -1,4 +1,4 @@
-"""Layers whose heads are split over processes: which of them this process has, and whether that can be known.
+"""Layers whose heads are split over processes: which heads this process has, and whether that can be known.
 
 Under tensor parallelism, transformers (`tp_plan`) and torch (`parallelize_module`) split q, k and v by their outputs,
 so that each process has a run of heads, and the output projection by its inputs. Both keep the split weights as
@@ -21,7 +21,7 @@ from rsa_hf.utils.text import shorten
 
 
 def run_heads(module: nn.Module, rsa: RSAHeads, attention: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-    """Equation 4 by those of a layer's RSA heads that this process has; arguments and output as in `RSAHeads`."""
+    """Equation 4 for the RSA heads of a layer that this process has; arguments and output as in `RSAHeads`."""
     if rsa.layer_shape == _shape(attention, value, None):
         return rsa(attention, value, mask)  # type: ignore[no-any-return]
     shard = shard_of(module, attention)
@@ -55,8 +55,8 @@ def _shape(attention: Tensor, value: Tensor, shard: Shard | None) -> tuple[int, 
 def shard_of(module: nn.Module, attention: Tensor) -> Shard | None:
     """The run of heads that this process has in a call of attention; None if it has all of them.
 
-    The output projection tells it: it takes either what attention gives here, [B, T, H, D], or what all processes give
-    together.
+    The output projection shows it: it takes either what attention returns here, [B, T, H, D], or what all processes
+    return together.
     """
     if not dist.is_initialized():
         return None

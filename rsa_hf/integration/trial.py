@@ -1,6 +1,6 @@
 """Trial runs on marked values: what a model's attention modules do, and what an attention function does with V.
 
-With a mark on the last key alone, a query whose output is not zero sees that key. So a trial run shows the direction
+With a mark on only the last key, a query whose output is not zero sees that key. So a trial run shows the direction
 of a layer, whatever its class or config say.
 """
 
@@ -39,7 +39,7 @@ class AttentionCall:
 class _State(threading.local):
     """This thread's trial run. Other threads may run models of their own."""
 
-    calls: list[AttentionCall] | None = None  # that were recorded; None outside of `record_attention_calls`
+    calls: list[AttentionCall] | None = None  # the recorded ones; None outside of `record_attention_calls`
     marking: bool = False
 
 
@@ -61,7 +61,7 @@ def record_attention_calls() -> Iterator[list[AttentionCall]]:
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """Replace V by `marks_of` in the modules beside the attention interface while the context is open."""
+    """Replace V by `marks_of` in modules that do not use the attention interface while the context is open."""
     state.marking = True
     try:
         yield
@@ -87,7 +87,7 @@ def looks_ahead(output: Tensor) -> bool:
 
 
 def is_aligned_top_left(attend: Callable[[Tensor, Tensor], Any], query: Tensor, value: Tensor) -> bool:
-    """Whether a causal function without a mask takes T queries, T < S, for the first positions, not for the last."""
+    """Whether a causal function without a mask puts T < S queries at the first positions, not at the last."""
     with torch.no_grad():
         return not bool((attend(torch.zeros_like(query), marks_of(value))[0] != 0).any())
 
@@ -104,9 +104,9 @@ def require_trusted(
 ) -> None:
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
-    A function of another library may cut up the sequence or the heads, or lay out its output in another way. `attend`
-    calls it on Q, [B, H, T, D], and V, [B, Hv, S, D]; `foreign` is as `foreign_part` says; `is_causal` is whether no
-    query may see later keys. A NotImplementedError: it cannot be tried here; a ValueError: its output is not that of
+    A function of another library may split the sequence or the heads, or lay out its output differently. `attend`
+    calls it on Q, [B, H, T, D], and V, [B, Hv, S, D]; `foreign` is from `foreign_part`; `is_causal`: no query may see
+    later keys. Raises a NotImplementedError if it cannot be tried here, and a ValueError if its output is not that of
     attention over the V that it was given.
     """
     if _trusted.get(foreign, -1) >= is_causal:
@@ -122,12 +122,12 @@ def require_trusted(
         raise NotImplementedError(f"RSA does not work with {name}, which is not transformers' own: {problem}.")
     devices = [value.device] if value.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
-        # Zero queries weight all keys that they see equally, so the same V at all keys comes out as it is.
+        # Zero queries weight all keys that they see equally, so the same V at all keys comes out unchanged.
         same = value[:, :, :1]
         spread = torch.arange(same.numel(), device=value.device) * 0.618034 % 1  # no two neighbours are alike
         same = (1 + spread).to(value.dtype).view(same.shape)
         result = attend(torch.zeros_like(query), same.expand_as(value).contiguous())
-        # A query that sees no key may be NaN.
+        # The output of a query that sees no key may be NaN.
         output = attention_output(result, implementation, query, value).nan_to_num()
         expected = same.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
         share = (output * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
@@ -139,7 +139,7 @@ def require_trusted(
             f"{name} does not compute attention over the V that it is given: its output {what}. RSA needs [batch, "
             "queries, heads, head size], for all heads and all positions. Use 'sdpa', 'eager' or 'flash_attention_2'."
         )
-    if query.shape[2] > 1:  # one query shows nothing of the direction
+    if query.shape[2] > 1:  # one query shows nothing about the direction
         _trusted[foreign] = is_causal
 
 
@@ -159,7 +159,7 @@ def attention_output(result: Any, implementation: str, query: Tensor, value: Ten
 
 
 def foreign_part(base: Any) -> Any:
-    """What is not transformers' own of an attention function: itself, a replaced sdpa, or nothing."""
+    """The part of an attention function that is not transformers' own: itself, a replaced sdpa, or None."""
     while isinstance(base, functools.partial):
         base = base.func
     base = getattr(base, "_torchdynamo_orig_callable", base)  # what torch.compiler.disable wraps

@@ -1,6 +1,6 @@
-"""Modules whose forward has V and the output of attention pass through a cache or a child module, or returns them.
+"""Modules whose forward passes V and the output of attention through a cache or a child module, or returns them.
 
-They can be seen only there, so the forward gets stand-ins for its cache and its children. A stand-in exists for one
+These can be seen only there, so the forward gets stand-ins for its cache and its children. A stand-in exists for one
 call only: hooks on the modules themselves would be shared between threads, and copied and pickled with them.
 """
 
@@ -34,11 +34,11 @@ def own_forward(
 
     Args:
         heads: name of the attribute that holds H.
-        cache: name of the forward's parameter, through which K and V pass.
-        source: name of the child that V comes from, where no cache is.
-        values: takes the module and the output of `source`, and returns V, [B, H, S, D]; None: it is [B, S, H * D].
+        cache: name of the forward's parameter for the cache, through which K and V pass.
+        source: name of the child that V comes from, if there is no cache.
+        values: takes the module and `source`'s output, returns V, [B, H, S, D]; None: `source` gives [B, S, H * D].
         projection: name of the child that takes the output, [B, T, H * D]; None: the forward returns it, then more.
-        causal: whether the module is, or the name of the attribute that says so.
+        causal: whether the module is causal, or the name of the attribute that says so.
         others: name of the parameter for states of another sequence (cross-attention), if there is one.
         read_mask: turns the forward's mask into one that `read_attention_mask` takes, if it is of another form.
         positions: whether `position_ids` mark packed documents for flash attention.
@@ -95,7 +95,7 @@ def _not_seen(module: nn.Module, what: str) -> NotImplementedError:
 
 
 class _StandInForCache:
-    """A cache, or none, that keeps the values that attention sees."""
+    """Wraps a cache, or None, and keeps the values that attention sees."""
 
     def __init__(self, cache: Any, seen: list[Tensor]) -> None:
         if state.marking:
@@ -118,7 +118,7 @@ class _StandInForCache:
 
 
 class _StandIn:
-    """A module with a few attributes replaced, or with another call, which gets the module."""
+    """A module with a few attributes replaced, or with its call replaced by a function that gets the module."""
 
     _module: nn.Module
     _call: Callable[[nn.Module, Tensor], Any]

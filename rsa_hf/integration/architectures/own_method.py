@@ -39,7 +39,7 @@ def run_gpt_neo(module: Any, attn: Callable[..., Any], call: dict[str, Any], mix
 
 
 def _within_window(mask: Tensor, T: int, S: int, window: int) -> Tensor:
-    """An additive mask [B, 1, T, S or more] and a window as a boolean mask; queries are the last T of S positions."""
+    """Boolean mask from an additive one, [B, 1, T, S or more], and a window; queries are the last T of S positions."""
     lags = (S - T + torch.arange(T, device=mask.device))[:, None] - torch.arange(S, device=mask.device)
     return (mask[..., :S] > HIDDEN_AT_OR_BELOW) & (lags < window)
 
@@ -81,7 +81,7 @@ def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
     """Turn a mask [T, S, B or 1, 1], 1 where a key is hidden, into [B or 1, 1, T, S], True where it is visible.
 
     Whether a query sees itself differs between the streams, and for padding, but does not matter to P V: f(0) = 0. It
-    is set to whether other queries see that key. Then both streams have a mask of direction and padding, for which
+    is set to whether other queries see that key, so both streams have a mask of only direction and padding, for which
     P V takes linear time.
     """
     visible = mask.permute(2, 3, 0, 1) == 0

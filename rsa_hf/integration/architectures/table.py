@@ -2,7 +2,7 @@
 
 `connect` in `integration/attention.py` wraps one method of each such class, once in a process. An instance gets only
 its `rsa` child, so copies, pickles and wrapped or quantised projections work without special code. Some classes have a
-method that computes attention from Q, K and V (own_method.py); in others the forward does all (own_forward.py).
+method that computes attention from Q, K and V (own_method.py); in others the forward does it all (own_forward.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rsa_hf.utils.versions import CACHE
 class Architecture:
     """One class of attention modules.
 
-    `run` takes the module, the original method, its arguments by name, and `mix`. It runs the method with the result
-    of `mix` in place of the output of attention.
+    `run` takes the module, the original method, its arguments by name, and `mix`. It runs the method, and the result
+    of `mix` replaces the output of attention.
     """
 
     model: str  # the model's folder in `transformers.models`
@@ -39,7 +39,7 @@ class Architecture:
 
 
 def _forward(model: str, name: str, heads: str, **options: Any) -> Architecture:
-    """A row by the arguments of `own_forward`."""
+    """A row from the arguments of `own_forward`."""
     parameters = ["hidden_states", "attention_mask", *(options[key] for key in ("cache", "others") if key in options)]
     if options.get("positions"):
         parameters.append("position_ids")

@@ -1,8 +1,8 @@
 """The hooks into PEFT: no adapter loses its gates and rates silently.
 
 RSA heads are in PEFT's `modules_to_save`: each adapter has a copy of every gate and rate and saves it with its other
-tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded, `_Tuner` when they are
-merged.
+tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, saved and loaded; `_Tuner` does so when
+they are merged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rsa_hf.integration.peft.adapter_plan import (
 from rsa_hf.layer import RSAHeads
 from rsa_hf.saved_plan import RSA_KEY
 
-OLDEST_PEFT = "0.19.1"  # tested with this one and the newest
+OLDEST_PEFT = "0.19.1"  # tested with this version and the newest
 
 # The options of huggingface_hub.hf_hub_download that choose which adapter is read.
 HUB_OPTIONS = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download")
@@ -87,7 +87,7 @@ def _wrap_save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def saved_with_plan(base: nn.Module, folders: Iterable[Path]) -> Iterator[None]:
-    """Save adapters on `base` into `folders` in this context: it adds the base model's plan to what PEFT writes."""
+    """A context in which PEFT saves adapters on `base` into `folders`: it adds the base model's plan to them."""
     for name, child in rsa_modules(base):
         if isinstance(child, RSAHeads) and any(parameter.requires_grad for parameter in child.parameters()):
             raise ValueError(
@@ -123,7 +123,7 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 "Name its other parts, such as its projections, and 'rsa'."
             )
         if is_patched and not isinstance(self, _Tuner):
-            self.__class__ = _with_rsa(self.__class__)  # as torch's `fully_shard` does; PEFT's classes stay
+            self.__class__ = _with_rsa(self.__class__)  # as torch's `fully_shard` does; PEFT's classes are unchanged
         original(self, model, adapter_name, *args, **kwargs)
         if is_patched and not (has_rsa(config) or config.inference_mode):
             warnings.warn(
@@ -135,7 +135,7 @@ def _wrap_inject_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         for _, wrapper, held in wrappers(model, [adapter_name]):
             wrapper.weight = None  # BaseTuner._replace_module reads it when it takes the wrapper off
             if held and adapter_name in self.active_adapters:
-                # If another adapter has wrapped the heads before, PEFT activates this one in its own layers only.
+                # If an earlier adapter has wrapped the heads, PEFT activates the new one in its own layers only.
                 wrapper.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     return inject_adapter
@@ -147,7 +147,7 @@ def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
         config = PeftConfig.from_pretrained(model_id, **hub)
         if present is not None:
-            # PeftModel.from_pretrained has added the adapter before it calls this method. What it has added may accept
+            # PeftModel.from_pretrained has added the adapter before it calls this method. The added one may accept
             # any base (check_base_name=False), and an adapter of prompt learning has not been checked yet.
             require_fit(present, base)
             drop_base(config)
@@ -202,14 +202,14 @@ class _Tuner:
             raise ValueError("layer_replication: layers share weights, so nothing can be merged. Save the adapter.")
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
-        """Whether a module gets a layer: RSA heads and what is in them never, whatever pattern their name fits."""
+        """Whether a module gets an adapter layer: RSA heads and their parts never do, whatever pattern they match."""
         found = super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
         return found and "rsa" not in key.split(".")
 
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
-        """Merge the gates and rates of the adapters that are named; PEFT takes those of the active one."""
+        """Merge the gates and rates of the named adapters; PEFT takes those of the active one."""
         named = [] if adapter_names is None else list(wrappers(self.model, adapter_names))
         for _, _, held in named:
             if len(held) > 1:
@@ -226,7 +226,7 @@ class _Tuner:
         return _unwrapped(super().unload())  # type: ignore[misc]
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge in place, but no adapter while the gates and rates of another one are active."""
+        """Merge in place, but not while the gates and rates of another adapter are active."""
         for _, wrapper, held in [] if adapter_names is None else wrappers(self.model, adapter_names):
             if wrapper.active_adapters != held:
                 raise ValueError(
@@ -236,7 +236,7 @@ class _Tuner:
         super().merge_adapter(adapter_names, safe_merge)  # type: ignore[misc]
 
     def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """Sum adapters without gates and rates; PEFT would silently lose those of a single one."""
+        """Sum adapters without gates and rates; if only one has some, PEFT would silently lose them."""
         held = sorted({name for _, _, names in wrappers(self.model, adapters) for name in names})
         if held:
             raise ValueError(
@@ -260,7 +260,7 @@ def _new_tuner(tuner: type) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Replace the wrappers that LN tuning leaves behind by the RSA heads in them."""
+    """Replace the wrappers that LN tuning leaves behind with the RSA heads in them."""
     for name, wrapper, _ in list(wrappers(model)):
         heads = wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
         model.set_submodule(name, heads)
@@ -276,9 +276,9 @@ SWAP, NATIVE = "peft.utils.hotswap", "transformers.integrations.peft:PeftAdapter
 HOOKS = (
     Hook("peft.config:PeftConfigMixin", "from_peft_type", _wrap_from_peft_type, "read an adapter's plan and its lock"),
     Hook(PEFT_MODEL, "save_pretrained", _wrap_save_pretrained, "save adapters with their plan and lock"),
-    # PEFT and transformers both add adapters by it.
+    # PEFT and transformers both add adapters through it.
     Hook(TUNER, "inject_adapter", _wrap_inject_adapter, "check that base model and plan fit an adapter"),
-    # Also of an adapter that goes over an adapter of the model.
+    # Also if the adapter overwrites one that the model has.
     Hook(PEFT_MODEL, "load_adapter", _wrap_load_adapter, "check the tensors of an adapter"),
     Hook(SWAP, "hotswap_adapter_from_state_dict", _wrap_hotswap, "swap gates and rates too", False),
     # transformers' own function skips modules_to_save.

@@ -6,8 +6,8 @@ the adapter, which it would otherwise load without its gates and rates.
 
 `base` has the model's `name`, its `model_type`, its sizes, and in `weights` a few values of some of its matrices: the
 shapes of RSA parameters do not distinguish GPT-2 from GPT-2 medium. There are no `weights` in adapters of version 0.1,
-and where no matrix can be read (sharded or offloaded models). An adapter that has no gates and rates of its own also
-needs those whose digest is in `gates_and_rates`.
+or where no matrix can be read (sharded or offloaded models). An adapter without gates and rates of its own also needs
+a model whose gates and rates have the digest `gates_and_rates`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def name_prefix(config: Any) -> str:
 def add_plan(base: nn.Module, folder: Path) -> None:
     """Add plan and lock to the adapter_config.json in a folder, if there is one and the base model has a plan.
 
-    The file is replaced as a whole. Where that fails it is deleted: without the lock a PEFT without rsa_hf would load
+    The file is replaced as a whole. If that fails, it is deleted: without the lock a PEFT without rsa_hf would load
     the adapter.
     """
     file, plan = folder / "adapter_config.json", _plan_of_model(base)
@@ -141,9 +141,9 @@ def _has_replicated_layers(model: nn.Module) -> bool:
 
 
 def differing_weights(base: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """The sampled matrices that have other values in a model, if they are more than half of those that it has.
+    """The sampled matrices whose values differ in a model, if they are more than half of those that it has.
 
-    A part that its checkpoint does not have, such as a new pooler, is random in each model.
+    A part that the checkpoint does not have, such as a new pooler, is random in each model.
     """
     weights, present = base.get("weights", {}), _matrices(model)
     shared = [name for name in weights if name in present]
@@ -159,7 +159,7 @@ def _matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weight matrices of the base that no adapter wraps and whose values can be read, by name.
 
     Adapters may change what they wrap: merging and some initialisations (PiSSA) write into the base layer. Quantised
-    matrices, tensors of sharded and of offloaded models have another type, dtype or device.
+    matrices and tensors of sharded or offloaded models have another type, dtype or device.
     """
     base = model.base_model
     wrapped = {"base_layer", "original_module"}
@@ -273,9 +273,9 @@ def require_tensors(tensors: Mapping[str, Tensor], config: Any, model: nn.Module
 def require_adapter_file(
     model: PreTrainedModel, files: Sequence[str] | None, tensors: Mapping[str, Tensor] | None
 ) -> None:
-    """Check what transformers' own `load_adapter` is about to read into a model that has the adapter's layers already.
+    """Check what transformers' own `load_adapter` is about to read, from a file or as tensors.
 
-    That is a file of tensors, or the tensors.
+    The model has the adapter's layers already.
     """
     if files:
         folder = os.path.dirname(files[0])
