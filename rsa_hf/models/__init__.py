@@ -1,4 +1,4 @@
-"""Models that transformers lacks, as transformers models, one folder each: a configuration_ and a modeling_ file.
+"""Models that transformers lacks, built as transformers models. Each folder has a configuration_ and a modeling_ file.
 
 `import rsa_hf` registers them with the Auto classes.
 """
@@ -28,7 +28,7 @@ _FORMER_NAMES = {
 
 
 def register_all() -> None:
-    """Register the models with the Auto classes. Repeating it changes nothing."""
+    """Register the models with the Auto classes. Calling it again changes nothing."""
     from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ def register_all() -> None:
             head = name.removeprefix(config.__name__.removesuffix("Config"))
             autos[head].register(config, model, exist_ok=True)
             if head == "ForCausalLM":
-                # The Trainer looks for the name here: label smoothing shifts the labels of these classes only.
+                # The Trainer looks the name up here: label smoothing shifts labels only for these classes.
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = name
 
 

@@ -61,8 +61,8 @@ def next_memory(memory: Tensor, hidden: Tensor, length: int) -> Tensor:
 def visibility(T: int, M: int, window: int | None, attention_mask: Tensor | None, device: torch.device) -> Tensor:
     """Which keys each query sees, [B or 1, 1, T, S]: its own and earlier ones, within the window, without padding.
 
-    A query sees `window` positions back, itself included; None: all. `attention_mask`, [B, L], is 0 for padding: its
-    last column is the last key, and keys before its first column are real.
+    A query sees the last `window` positions, its own included; None: all. `attention_mask`, [B, L], is 0 for padding:
+    its last column is the last key, and keys before its first column are real.
     """
     S = M + T
     distance = M + torch.arange(T, device=device)[:, None] - torch.arange(S, device=device)

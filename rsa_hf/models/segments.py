@@ -16,7 +16,7 @@ The `forward` of each model takes
 It raises a ValueError for both or neither of `input_ids` and `inputs_embeds`, and for a state of another model or
 batch size. A state is a tuple of tensors with the batch on dimension 0, detached: gradients end where a segment begins
 (truncated back-propagation through time). CONTRIBUTING.md describes the class attributes `segment_state` and
-`memory_settings`, by which training, evaluation and generation know of it.
+`memory_settings`, which tell training, evaluation and generation about the state.
 
 Notation: B rows, T tokens, V words, n channels.
 """
@@ -65,7 +65,7 @@ class SegmentOutput(ModelOutput):
 
 
 class SegmentPreTrainedModel(PreTrainedModel):
-    """Base class of models that carry a state: what transformers, training and evaluation need to know of them."""
+    """Base class of models that carry a state: what transformers, training and evaluation need to know about them."""
 
     base_model_prefix = "model"
     segment_state: ClassVar[str] = "state"
@@ -85,7 +85,7 @@ class SegmentPreTrainedModel(PreTrainedModel):
 
 
 def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[int, ...]]) -> None:
-    """Raise a ValueError if a state is one of another model or batch size."""
+    """Raise a ValueError if a state belongs to another model or batch size."""
     found = [tuple(part.shape) for part in parts]
     if found != list(needed):
         raise ValueError(
@@ -95,7 +95,7 @@ def require_shapes(name: str, parts: Sequence[Tensor], needed: Sequence[tuple[in
 
 
 class SegmentModelWithHead(SegmentPreTrainedModel):
-    """A head, and the base model that is registered for its config."""
+    """The base model that is registered for the config, and a head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -111,7 +111,7 @@ class SegmentModelWithHead(SegmentPreTrainedModel):
 
 
 class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
-    """A language model: a base model, and a linear layer over the next token. A state takes the place of a cache."""
+    """A language model: a base model, and a linear layer over the next token. A state replaces the cache."""
 
     # The state cannot be rewound, as assisted generation would need.
     _is_stateful = True
@@ -121,7 +121,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         """The softmax."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    # `shift_labels` are no named argument: the Trainer requires every argument with "label" in its name.
+    # `shift_labels` is not a named argument: the Trainer requires every argument with "label" in its name.
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -135,8 +135,8 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         """Logits of the next token, and the loss.
 
         Takes the arguments of the base model; `labels`, [B, T], the tokens themselves (shifted here), or
-        `shift_labels`, the token that follows each position; and `logits_to_keep`, how many last positions get logits,
-        or their indices. −100 is ignored. With `num_items_in_batch` the loss is the sum divided by it, not the mean.
+        `shift_labels`, the token that follows each position; and `logits_to_keep`, how many of the last positions get
+        logits, or their indices. Label −100 is ignored. With `num_items_in_batch`, the loss is the sum divided by it.
         """
         outputs: Any = self.base_model(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
@@ -184,7 +184,7 @@ class SegmentForCausalLM(SegmentModelWithHead, GenerationMixin):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The next segment: all tokens, or only the last one if there is a state of those before it."""
+        """The next segment: all tokens, or only the last one if there is a state for the tokens before it."""
         state = next((given for given in (kwargs.get(CACHE), mems, state) if given is not None), None)
         inputs = {"attention_mask": attention_mask, self.segment_state: state, "use_cache": use_cache}
         inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}

@@ -15,9 +15,9 @@ __all__ = ["BlockRecurrentConfig"]
 class BlockRecurrentConfig(SegmentConfig):
     """Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852). Defaults are those of the paper.
 
-    `cell` is how a state is updated: `"dual"` gates the outputs of attention and of the feed-forward layer, `"single"`
-    that of the feed-forward layer alone, `"skip"` has no feed-forward layer. Its `gate` is `"fixed"`, learned but the
-    same at all times, or `"lstm"`, computed from the inputs.
+    `cell` selects how a state is updated: `"dual"` gates the outputs of both attention and the feed-forward layer,
+    `"single"` only that of the feed-forward layer, and `"skip"` has no feed-forward layer. The `gate` is `"fixed"`
+    (learned, but the same at all times) or `"lstm"` (computed from the inputs).
     """
 
     model_type = "block-recurrent"
@@ -34,9 +34,9 @@ class BlockRecurrentConfig(SegmentConfig):
     d_head: int = 128  # width of a head D
     d_inner: int = 4096  # inner width of the feed-forward layers
     n_layer: int = 12
-    window_size: int = 512  # tokens W between two updates of the state; also what a token sees back, itself included
-    recurrent_layers: list[int] | tuple[int, ...] = (-3,)  # their indices; none: Transformer-XL with a window
-    num_state_vectors: int = 512  # N, of each recurrent layer
+    window_size: int = 512  # tokens W between two updates of the state; also the positions a token sees, with its own
+    recurrent_layers: list[int] | tuple[int, ...] = (-3,)  # their indices; empty: Transformer-XL with a window
+    num_state_vectors: int = 512  # N, in each recurrent layer
     cell: str = "skip"
     gate: str = "fixed"
     relative_attention_num_buckets: int = 32  # of distances, as in T5

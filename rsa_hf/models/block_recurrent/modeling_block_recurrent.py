@@ -1,35 +1,35 @@
-r"""The Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852), to be read beside section 3.
+r"""The Block-Recurrent Transformer (Hutchins et al., 2022, arXiv:2203.07852), to be read alongside section 3.
 
 Notation: B rows, T tokens of a segment, C positions of memory before it, W tokens of a window, N state vectors, H
 heads of width D.
 
-Windows (section 3.1). A text is cut into windows of W tokens, counted from its beginning, and a token sees the W
-positions up to itself. The score of a query and a key at distance i has a learned bias, shared by the distances of a
-bucket, as in T5. This attention goes through transformers' attention interface with a boolean mask, which RSA heads
-read too: their P reaches into the memory and sees the same W positions.
+Windows (section 3.1). A text is cut into windows of W tokens, counted from its beginning, and a token sees the last W
+positions, its own included. The score of a query and a key at distance i has a learned bias, shared by the distances
+of a bucket, as in T5. This attention goes through transformers' attention interface with a boolean mask, which RSA
+heads read too: their P reaches into the memory and sees the same W positions.
 
-Recurrence (sections 3.2 to 3.4). A recurrent layer carries N state vectors from window to window. Within a window, e
-are its tokens and s the states at its beginning:
+Recurrence (sections 3.2 to 3.4). A recurrent layer carries N state vectors from window to window. Within a window,
+with the states at its beginning:
 
     vertical    tokens attend to tokens and to states; the heads of both, concatenated, are projected to y
     horizontal  states attend to states and to tokens; the heads of both, concatenated, are the input h of a gate
 
-A token sees what it sees in every layer; a state sees all of its window and of the window before. Both directions use
-the same keys and values of tokens, and the same keys and values of states; their queries differ, so there are four
-kinds of queries. A learned vector (state id) is added to each state; without it all would learn the same. Queries and
-keys are not on one time axis here, so this attention does not go through the interface, and has no RSA heads.
+A token sees the same tokens as in every other layer; a state sees its whole window and the window before. Both
+directions use the same keys and values of tokens, and the same keys and values of states; their queries differ, so
+there are four kinds of queries. A learned vector (state id) is added to each state; without it, all states would learn
+the same. Queries and keys share no time axis here, so this attention does not use the interface and has no RSA heads.
 
-Gates take the place of residual connections, c' = next(c, h):
+Gates replace residual connections, c' = next(c, h):
 
     fixed   z = W_z h + b_z           g = σ(b_g)                                        c' = c ⊙ g + z ⊙ (1 − g)
     lstm    z = tanh(W_z h + b_z)     i = σ(W_i h + b_i − 1),  f = σ(W_f h + b_f + 1)   c' = c ⊙ f + z ⊙ i
 
-Initialised as by the authors (google-research/meliad), the fixed gate starts at about a half. W_i and W_f have
-a tenth of the usual variance, so −1 and +1 dominate at first: f ≈ 0.73, i ≈ 0.27.
+With the authors' initialisation (google-research/meliad), the fixed gate starts at about a half. W_i and W_f have a
+tenth of the usual variance, so −1 and +1 dominate at first: f ≈ 0.73, i ≈ 0.27.
 
 Segments may begin and end anywhere. The memory holds the positions of the unfinished window, preceded by a full window
-if there is one; so C < 2W, and C determines where windows begin. States are updated where a window ends, wherever
-segments end. So the result does not depend on how a text is cut into segments.
+if there is one; so C < 2W, and C determines where windows begin. States are updated at the end of each window,
+wherever segments end. So the result does not depend on how a text is cut into segments.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WindowAttention(InterfaceAttention):
 
 
 class FixedGate(nn.Module):
-    """A running mean, whose rate is learned for each channel."""
+    """A running mean with a learned rate for each channel."""
 
     def __init__(self, width: int, d_model: int) -> None:
         super().__init__()
@@ -161,11 +161,11 @@ class FixedGate(nn.Module):
 
 
 class GateLinear(nn.Linear):
-    """W_i and W_f, which are initialised differently."""
+    """W_i and W_f, which are initialised differently from other linear layers."""
 
 
 class LSTMGate(nn.Module):
-    """Input and forget gate of an LSTM, which depend on h alone."""
+    """Input and forget gate of an LSTM, which depend only on h."""
 
     def __init__(self, width: int, d_model: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class StateCell(nn.Module):
             self.ff_gate = gate(config.d_inner, d_model)
 
     def projections(self, state: Tensor) -> Tensor:
-        """Queries to states, queries to tokens, keys and values of the states, [B, N, d_model]: [4, B, H, N, D]."""
+        """From states, [B, N, d_model], to their queries to states and to tokens, keys and values, [4, B, H, N, D]."""
         projected = self.qqkv_proj(self.norm(state) + self.state_ids)
         return cast(Tensor, projected.unflatten(-1, (4, self.n_head, -1)).permute(2, 0, 3, 1, 4))
 
@@ -257,7 +257,7 @@ class RecurrentAttention(nn.Module):
             if not window.full:
                 continue
             seen, real = None, None
-            if window.real is not None:  # a row of padding only has nothing to attend to, and keeps its state
+            if window.real is not None:  # a row of only padding has nothing to attend to and keeps its state
                 real = window.real.any(dim=1, keepdim=True)
                 seen = (window.real | ~real)[:, None, None]
             horizontal = (
@@ -319,7 +319,7 @@ class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
         elif isinstance(module, RelativeBias):
             init.normal_(module.weight, std=module.num_embeddings**-0.5)
         elif isinstance(module, nn.Embedding):
-            # So that tied logits have variance 1.
+            # Tied logits then have variance 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
@@ -353,9 +353,9 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Arguments as `rsa_hf.models.segments` describes them. Windows count padding: before a text it changes nothing
-        in multiples of W, after a text in any number. The state is keys and values of the last C < 2W positions in
-        each layer, [B, 2, H, C, D]; then, of each recurrent layer, its states, [B, N, d_model].
+        For the arguments, see `rsa_hf.models.segments`. Windows count padding: before a text, it changes nothing if
+        its length is a multiple of W; after a text, it never does. The state is the keys and values of each layer at
+        the last C < 2W positions, [B, 2, H, C, D]; then the states of each recurrent layer, [B, N, d_model].
         """
         config, L = self.config, self.config.n_layer
         hidden = self.embed(self.embed_tokens, input_ids, inputs_embeds)
@@ -372,7 +372,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         next_caches, next_states = [], []
         for i, layer in enumerate(self.layers):
             hidden, cache, state = layer(hidden, caches[i], windows, states.get(i))
-            # Not detached within the layer: reentrant checkpointing makes all that a layer returns require a gradient.
+            # Not detached in the layer: reentrant checkpointing makes everything a layer returns require a gradient.
             next_caches.append(cache.detach())
             if state is not None:
                 next_states.append(state.detach())

@@ -19,7 +19,7 @@ class RecurrentConfig(SegmentConfig):
 
     `cell` is `"rnn"` (Elman's, with tanh), `"lstm"` or `"gru"`, as in `torch.nn`; or `"linear"`, h_t = W_h h_{t−1} +
     W_x x_t, to which RSA heads are equivalent (RSA paper, proposition 1). Recurrent layers start as in `torch.nn`.
-    `dilations` are the d_l of each layer l, which carries its state over d_l steps, from h_{t−d} to h_t (Chang et al.,
+    `dilations` holds d_l for each layer l, which carries its state over d_l steps, from h_{t−d} to h_t (Chang et al.,
     2017, Dilated Recurrent Neural Networks).
     """
 
@@ -30,7 +30,7 @@ class RecurrentConfig(SegmentConfig):
     hidden_size: int = 512  # width of the embeddings and of each layer's state, in each direction
     num_hidden_layers: int = 2
     dilations: list[int] | tuple[int, ...] | None = None  # None: 1 everywhere
-    bidirectional: bool = False  # whether there is a second recurrence, from the end; not for language models
+    bidirectional: bool = False  # whether a second recurrence runs from the end; not for language models
     dropout: float | int = 0.1  # of the embeddings and of each layer's output
     initializer_range: float = 0.02  # standard deviation of initial embeddings
     tie_word_embeddings: bool = True

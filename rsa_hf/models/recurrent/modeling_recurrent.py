@@ -29,17 +29,17 @@ __all__ = ["RecurrentForCausalLM", "RecurrentForSequenceClassification", "Recurr
 
 
 class LinearRNN(nn.RNNBase):
-    """One layer of h_t = W_h h_{t−1} + W_x x_t, without biases, with the parameters and the start of `torch.nn.RNN`.
+    """One layer of h_t = W_h h_{t−1} + W_x x_t, without biases, with parameters and initialisation of `torch.nn.RNN`.
 
-    Starting uniformly in ±1/√n, W_h has a spectral radius of about 1/√3: states neither explode nor vanish at once.
+    W_h starts uniform in ±1/√n, with a spectral radius of about 1/√3: states neither explode nor vanish at once.
     """
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
-        # The mode only sets the number of gates in the weights: its tanh is in a forward that is not used.
+        # The mode only sets the number of gates in the weights: its tanh is in the forward that is overridden here.
         super().__init__("RNN_TANH", input_size, hidden_size, bias=False, **options)
 
     def forward(self, x: Tensor, lengths: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and last states of inputs [B, T, n], of which the first `lengths` are real, after a state."""
+        """Outputs and last states for inputs [B, T, n], the first `lengths` of them real, that follow a state."""
         lengths = lengths.to(x.device)[:, None]
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         reversed_ = torch.where(positions < lengths, lengths - 1 - positions, positions)
@@ -62,9 +62,9 @@ _CELLS: dict[str, Any] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU, "linear
 class RecurrentLayer(nn.Module):
     """A layer whose state at step t comes from step t − d: d interleaved sub-sequences with the same weights.
 
-    The state has shape [B, k, d, n], the last d steps, oldest first. A bidirectional layer has [B, 2k, d, n]: for each
-    part the forward direction, then the backward direction, whose last step is the first of the text; it cannot be
-    continued.
+    The state, [B, k, d, n], holds the last d steps, oldest first. In a bidirectional layer it is [B, 2k, d, n]: for
+    each part, the forward and then the backward direction. The last step of the backward direction is the first of the
+    text, so this state cannot be continued.
     """
 
     def __init__(self, cell: str, input_size: int, hidden_size: int, dilation: int, bidirectional: bool) -> None:
@@ -74,7 +74,7 @@ class RecurrentLayer(nn.Module):
         self.cell = _CELLS[cell](input_size, hidden_size, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run the layer over inputs [B, T, input_size], after a state; None: zeros.
+        """Run the layer over inputs [B, T, input_size], starting from a state; None: zeros.
 
         `lengths`, [B], is the number of real steps of each row, which precede its padding; None: all T. Returns the
         outputs, [B, T, n] (2n if bidirectional; undefined at padding), and the state after each row's last real step.
@@ -99,8 +99,8 @@ class RecurrentLayer(nn.Module):
         return output, last.gather(2, order[..., None].expand_as(last))
 
     def _run(self, x: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and last states of sub-sequences, [B·d, S, …], of which the first `steps` are real."""
-        # As torch takes it, [directions, B·d, n] for each part.
+        """Outputs and last states for sub-sequences, [B·d, S, …], the first `steps` of them real."""
+        # In torch's layout, [directions, B·d, n] for each part.
         parts = state.unflatten(1, (self.parts, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().unbind()
         first = parts if self.parts > 1 else parts[0]
         steps = steps.clamp(min=1)
@@ -162,7 +162,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
-        Arguments as `rsa_hf.models.segments` describes them. Padding may stand on either side or between tokens; the
+        For the arguments, see `rsa_hf.models.segments`. Padding may stand on either side or between tokens; the
         state skips it. The state is [B, k, d, n] for each layer; a bidirectional network takes none. With
         `detach_state=False` gradients flow back through the state into the segment before.
         """
@@ -191,7 +191,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
 
 def _real_first(attention_mask: Tensor | None, T: int) -> tuple[Tensor | None, Tensor | None]:
-    """The order [B, T] that puts real tokens before padding, and how many there are [B]; None without padding."""
+    """The order [B, T] that puts real tokens before padding, and their number [B]; None without padding."""
     real = None if attention_mask is None else attention_mask[:, -T:].bool()
     if real is None or bool(real.all()):
         return None, None

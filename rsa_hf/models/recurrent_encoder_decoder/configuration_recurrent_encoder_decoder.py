@@ -15,9 +15,9 @@ __all__ = ["RecurrentEncoderDecoderConfig"]
 class RecurrentEncoderDecoderConfig(RecurrentConfig):
     """Two stacks of recurrent layers over one vocabulary: the second starts from the last state of the first.
 
-    Takes the fields of `RecurrentConfig`, for both stacks, except `dilations`. With `bidirectional` the encoder also
-    reads from the end; a linear map of 2n to n for each layer and part of the state then takes both last states to the
-    decoder's first.
+    Takes the fields of `RecurrentConfig`, for both stacks, except `dilations`. With `bidirectional`, the encoder also
+    reads from the end; a linear map from 2n to n for each layer and part of the state then turns both last states into
+    the decoder's first state.
     """
 
     model_type = "recurrent_encoder_decoder"

@@ -57,7 +57,7 @@ class RecurrentEncoderDecoderPreTrainedModel(RecurrentPreTrainedModel):
 class RecurrentEncoder(RecurrentEncoderDecoderPreTrainedModel):
     """The encoder: a recurrent network and, if it is bidirectional, a map of its last states to the context."""
 
-    base_model_prefix = "network"  # which has the embedding table
+    base_model_prefix = "network"  # the module with the embedding table
 
     def __init__(self, config: RecurrentEncoderDecoderConfig) -> None:
         super().__init__(config)
@@ -106,11 +106,11 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of encoder and decoder."""
+        """The embedding table that encoder and decoder share."""
         return self.encoder.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of encoder and decoder."""
+        """Replace the embedding table of encoder and decoder."""
         self.encoder.set_input_embeddings(value)
         self.decoder.set_input_embeddings(value)
 
@@ -139,7 +139,7 @@ class RecurrentEncoderDecoderModel(RecurrentEncoderDecoderPreTrainedModel):
         * `decoder_input_ids`, the tokens that the decoder reads, `decoder_start_token_id` first, [B, T], with
           `decoder_attention_mask`; or `decoder_inputs_embeds`, [B, T, n]. Padding after the targets needs no mask,
           since nothing follows it.
-        * `encoder_outputs`, in place of the sources; or `state`, what the call on the target tokens before returned.
+        * `encoder_outputs`, instead of the sources; or `state`, as the call on the previous target tokens returned it.
         """
         encoded = RecurrentEncoderOutput()
         if state is None:

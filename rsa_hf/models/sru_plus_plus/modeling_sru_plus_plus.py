@@ -1,4 +1,4 @@
-r"""SRU++ (Lei, 2021, arXiv:2102.12459), to be read beside the paper.
+r"""SRU++ (Lei, 2021, arXiv:2102.12459), to be read alongside the paper.
 
 Notation: B rows, T tokens of a segment, M positions of memory, d channels, d′ channels of attention, H heads of width
 D.
@@ -12,7 +12,7 @@ segment has queries. For each head
     U = layernorm(Q + α A) W_oᵀ
 
 α starts at 0, so that a layer starts as a recurrence whose weights are the product W_o W_q of small matrices. RSA
-heads mix into A, so their gates and rates get no gradient before α has moved.
+heads mix into A, so their gates and rates get no gradient until α has moved.
 
 With U = [U⁰; U¹; U²] and the segment's inputs x, each channel on its own:
 
@@ -21,10 +21,10 @@ With U = [U⁰; U¹; U²] and the segment's inputs x, each channel on its own:
     c[t] = f[t] ⊙ c[t−1] + (1 − f[t]) ⊙ U²[t]           cell
     h[t] = r[t] ⊙ c[t] + (1 − r[t]) ⊙ x[t]              output
 
-The forget gate depends on the cell before, so c[t] is no linear function of c[t−1] and no parallel scan computes it:
-cells are computed step by step, with three operations on [B, d] per step, and all else for the whole segment at once.
+The forget gate depends on the previous cell, so c[t] is not linear in c[t−1], and no parallel scan can compute it.
+Cells are computed step by step, with three operations on [B, d] per step, all else for the whole segment at once.
 
-Segments give the result of one long text as long as the memory reaches back to where the text begins.
+Segments give the same result as one long text as long as the memory reaches back to the beginning of the text.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """From a segment's inputs, [B, T, d], to its outputs and the cell after it, [B, d], in float32 or float64.
 
-        `memory` holds the inputs at the positions before, [B, M, d], and `cell` is the cell before. `visible`,
-        [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which does not
-        change the cell.
+        `memory` holds the inputs at the positions before the segment, [B, M, d], and `cell` is the cell before it.
+        `visible`, [B or 1, 1, T, M + T], says which keys each query sees. `real`, [B, T], is False for padding, which
+        does not change the cell.
         """
         U, _ = self.attention(hidden, memory, visible)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -133,7 +133,7 @@ class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in the authors' code: Xavier's for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
+        """As in the authors' code: Xavier for matrices, variance 1 / d for embeddings, v in [−1, 1]."""
         if isinstance(module, SRUPlusPlusLayer):
             for weight in (module.forget_weight, module.highway_weight):
                 init.uniform_(weight, -1.0, 1.0)
@@ -171,7 +171,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Arguments as `rsa_hf.models.segments` describes them. Padding may stand on either side or between tokens:
+        For the arguments, see `rsa_hf.models.segments`. Padding may stand on either side or between tokens:
         attention does not see it, and cells skip it. The state is the cell of each layer, [B, d], in float32 or
         float64; then the memory of each layer, its inputs at the last M ≤ `mem_len` positions, [B, M, d].
         """

@@ -1,4 +1,4 @@
-r"""Temporal Latent Bottleneck (Didolkar et al., 2022, arXiv:2205.14794), to be read beside section 3.
+r"""Temporal Latent Bottleneck (Didolkar et al., 2022, arXiv:2205.14794), to be read alongside section 3.
 
 Notation: B rows, T tokens, S keys, H heads of width D, n = H·D channels; K tokens in a chunk; N state vectors.
 
@@ -7,18 +7,18 @@ A text is cut into chunks X_1, X_2, … of K tokens, which two streams process:
     X̄_l = F(X_l, I_l)          fast: a Transformer within the chunk, which attends to the states every R layers
     I_{l+1} = G(I_l, X̄_l)      slow: N state vectors, once a chunk, by cross-attention to the fast stream's output
 
-From the paper: the chunks, both streams and their order, F as R times SELF ATTENTION + FFN and then CROSS ATTENTION +
-FFN, repeated, G as one CROSS ATTENTION + FFN with the states as queries, weights shared by all chunks. From public
+From the paper: the chunks; both streams and their order; F as R times SELF ATTENTION + FFN, then CROSS ATTENTION +
+FFN, repeated; G as one CROSS ATTENTION + FFN with the states as queries; weights shared by all chunks. From public
 code of the model for the Long Range Arena (`StatefulTransformerEncoder`): layer normalisation of the inputs of each
 attention and feed-forward layer, with residuals; fixed sinusoids of the position within the chunk, added to its
 tokens, and of the index of a state vector, added to the states before each chunk; zeros as the first state.
 
 Different here: self-attention is causal, also in the classifier (that code looks both ways within a chunk); states are
-normalised after each update, since they would grow without bound over a long text otherwise; embeddings are scaled by
+normalised after each update, since they would otherwise grow without bound over a long text; embeddings are scaled by
 √n, as in Transformers with sinusoids; X̄ is normalised before the head; and a segment may end within a chunk. The
 state is passed on without gradient, so the slow stream learns only from segments that continue after the end of a
-chunk. The classifier reads the last token, which has seen its chunk and, through the states, those before (the Long
-Range Arena's classifier reads the mean of the states, which have seen whole chunks only).
+chunk. The classifier reads the last token, which has seen its chunk and, through the states, the chunks before (the
+Long Range Arena's classifier reads the mean of the states, which have seen only whole chunks).
 
 RSA heads belong on the self-attention of the fast stream, and their recurrence restarts with each chunk: across chunks
 the slow stream is the recurrence.
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def merged(earlier: Tensor, new: Tensor, is_earlier: Tensor) -> Tensor:
-    """Merge what earlier segments and this one have computed of the first S slots of a chunk, [B, …, S, D].
+    """Merge what earlier segments and this one have computed for the first S slots of a chunk, [B, …, S, D].
 
     `earlier` has all K slots, [B, …, K, D], undefined where earlier segments have no token. `new` has the last T of
     the S slots, [B, …, T, D]. `is_earlier`, [B, S]: which slots earlier segments have filled.
@@ -67,7 +67,7 @@ def merged(earlier: Tensor, new: Tensor, is_earlier: Tensor) -> Tensor:
 
 
 def kept(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new tensor for the chosen rows, the old one for the others; dimension −2 of the new one is padded."""
+    """The new tensor for the chosen rows, the old one for the others; dimension −2 of `new` is padded."""
     new = F.pad(new, (0, 0, 0, old.shape[-2] - new.shape[-2]))
     return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype))
 
@@ -92,7 +92,7 @@ class SelfAttention(InterfaceAttention):
 
 
 class CrossAttention(InterfaceAttention):
-    """Attention of one stream to the other. They have no common time axis, so it is never patched."""
+    """Attention of one stream to the other. The streams share no time axis, so this attention is never patched."""
 
     is_causal = False
 
@@ -207,11 +207,11 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment, which may begin and end within a chunk.
 
-        Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. Padding may
-        stand on either side or between tokens, and counts in no chunk. The state is the states, [B, N, n]; then, of
-        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D],
-        and how many tokens each row has, [B]. `hidden_states` are the fast stream's input and the output of each of
-        its layers, the last one normalised.
+        For the arguments, see `rsa_hf.models.segments`; `inputs_embeds` are scaled already. Padding may stand on
+        either side or between tokens, and belongs to no chunk. The state is the state vectors, [B, N, n]; then, of
+        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K,
+        D], and how many each row has, [B]. `hidden_states` are the fast stream's input and the output of each of its
+        layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         config, (B, T, n), device = self.config, embedded.shape, embedded.device
@@ -222,10 +222,10 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
             state = [*zeros, torch.zeros(B, dtype=torch.long, device="cpu")]
         require_shapes("state", state, shapes)
         states, outputs, keys_values, filled = *state[:-1], state[-1].cpu()
-        # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes none, so a
-        # row is cut into the same chunks alone and in a batch: it goes to an extra place after all slots. With K = 4,
-        # T = 3 and `filled` = (3, 0) rows end at (6, 3): one takes slots 3, 4 and 5, finishes the chunk 0 … 3 and
-        # begins 4 … 7, the other takes 0, 1 and 2. Slots are counted on the CPU, as the loop depends on them.
+        # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes no slot but
+        # goes to an extra place after all slots, so a row is cut into the same chunks alone and in a batch. With
+        # K = 4, T = 3 and `filled` = (3, 0), rows end at (6, 3): the first takes slots 3, 4 and 5, finishes chunk
+        # 0 … 3 and begins 4 … 7; the second takes 0, 1 and 2. Slots are counted on the CPU: the loop depends on them.
         real = torch.ones(B, T, dtype=torch.bool, device="cpu")
         if attention_mask is not None:
             real = attention_mask[:, -T:].bool().cpu()

@@ -1,8 +1,8 @@
 """Adaptive embedding and softmax (Baevski and Auli, 2019, arXiv:1809.10853; Grave et al., 2017).
 
-Tokens are sorted by frequency and cut into bands. With `div_val` > 1 band i has embeddings of width d_embed /
-div_val^i, projected to the model's width. The softmax is over the first band and one entry for each other band, and
-then within the band.
+Tokens are sorted by frequency and cut into bands. With `div_val` > 1, band i has embeddings of width d_embed /
+div_val^i, projected to the model's width. The softmax is first over the first band and one entry for each other band,
+then within that band.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Bands:
         return len(self.ranges)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """The band of each token, in the shape of `tokens`; a token outside the vocabulary falls to an outer band."""
+        """The band of each token, in the shape of `tokens`; a token outside the vocabulary is in an outer band."""
         starts = torch.tensor([start for start, _ in self.ranges[1:]], dtype=tokens.dtype, device=tokens.device)
         return torch.bucketize(tokens.contiguous(), starts, right=True)
 
@@ -67,7 +67,7 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveLogSoftmax(nn.Module):
-    """Log-probabilities: of all tokens or, at less cost, of one token per position. With one band, a plain softmax."""
+    """Log-probabilities of all tokens or, at lower cost, of one token per position. With one band, a plain softmax."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The configuration of Transformer-XL, in the fields of transformers 4, so that its checkpoints load as they are."""
+"""The configuration of Transformer-XL, with the fields of transformers 4, so that its checkpoints load unchanged."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class TransformerXLConfig(SegmentConfig):
 
     @property
     def embedding_width(self) -> int:
-        """`d_embed`, or `d_model` where it is None."""
+        """`d_embed`, or `d_model` if it is None."""
         return self.d_model if self.d_embed is None else self.d_embed
 
     @property
     def projections_tied(self) -> list[bool]:
-        """`tie_projs`, or what `proj_share_all_but_first` says where it is None."""
+        """`tie_projs`, or, if it is None, what `proj_share_all_but_first` says."""
         if self.tie_projs is None:
             return [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
         return list(self.tie_projs)

@@ -1,4 +1,4 @@
-r"""Transformer-XL (Dai et al., 2019, arXiv:1901.02860), to be read beside section 3.
+r"""Transformer-XL (Dai et al., 2019, arXiv:1901.02860), to be read alongside section 3.
 
 Notation: B rows, T tokens of a segment, M positions of memory, S = M + T keys, H heads of width D.
 
@@ -8,12 +8,12 @@ M + t − s. The score of query t and key s is (section 3.3)
 
     A[t, s] = (q_t + u)ᵀ k_s + (q_t + v)ᵀ r_{M + t − s}        r_i = W_r R_i, R_i sinusoids of the distance i
 
-Distances beyond `clamp_len` count as `clamp_len`. The first half of A is ordinary attention with queries q + u. The
+Distances beyond `clamp_len` count as `clamp_len`. The first term of A is ordinary attention with queries q + u. The
 second is added to its scores, so attention goes through transformers' attention interface (`position_bias`), with a
 boolean mask that RSA heads read too: their P has T rows and S columns, and the window of `same_length`.
 
 Embedding and softmax are adaptive (see adaptive.py). Parameters have the names and the layout of transformers 4, so
-that its checkpoints load as they are.
+that its checkpoints load unchanged.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def relative_scores(query: Tensor, position: Tensor) -> Tensor:
     """Scores of each query with the position of each key (paper, appendix B), [B, H, T, S]; undefined where s > M + t.
 
     `query` is q + v, [B, H, T, D], and `position` is r of the distances S … 0, [H, S + 1, D]. Row t of the result is
-    that of the product with all distances, shifted by T − 1 − t. With one distance more than there are keys, reading
-    the rows of S + 1 entries as rows of S entries, from entry T on, shifts them so: a view, no copy.
+    row t of the product with all distances, shifted by T − 1 − t. As there is one distance more than there are keys,
+    reading the rows of S + 1 entries as rows of S entries, from entry T on, does this shift: a view, no copy.
     """
     B, H, T, D = query.shape
     R = position.shape[1]
@@ -137,7 +137,7 @@ class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
         "hidden_states": TransformerXLLayer,
         "attentions": OutputRecorder(TransformerXLAttention, index=1),
     }
-    # transformers 4 also saved computed tensors, and one more copy per layer of biases that all layers share.
+    # transformers 4 also saved computed tensors and, for biases that all layers share, one more copy per layer.
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"pos_emb\.inv_freq$",
         r"layers\.\d+\.dec_attn\.r_[rw]_bias$",
@@ -200,8 +200,8 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
     ) -> SegmentOutput:
         """Hidden states of a segment.
 
-        Arguments as `rsa_hf.models.segments` describes them; `inputs_embeds` are those after the scaling. The state
-        is the inputs of each layer at the last M ≤ `mem_len` positions, [B, M, d_model].
+        For the arguments, see `rsa_hf.models.segments`; `inputs_embeds` are scaled already. The state is the inputs
+        of each layer at the last M ≤ `mem_len` positions, [B, M, d_model].
         """
         config = self.config
         embedded = self.embed(self.word_emb, input_ids, inputs_embeds)
@@ -232,7 +232,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
 class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM):
     """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax; its logits are log-probabilities.
 
-    With labels, a model in training mode with cutoffs returns no logits: the adaptive softmax is there to avoid
+    With labels, a model in training mode with cutoffs returns no logits: the adaptive softmax exists to avoid
     computing those of every token.
     """
 
