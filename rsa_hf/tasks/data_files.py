@@ -1,4 +1,4 @@
-"""What both tasks read: plain or compressed files, tables of any kind, and the splits of a data set of the Hub."""
+"""What both tasks read: plain or compressed files, tables of any kind, and the splits of a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Row = TypeVar("Row")
 
 @dataclass
 class DataSource:
-    """Where the data of a run comes from. Keys are called as in transformers' examples where those have them."""
+    """Where the data of a run comes from. Keys have the names of transformers' examples, if those have them."""
 
     dataset_name: str | None = HfArg(default=None, help="Data set on the Hub, such as Salesforce/wikitext.")
     dataset_config_name: str | None = HfArg(default=None, help="Its configuration, such as wikitext-103-raw-v1.")
@@ -66,14 +66,14 @@ class DataSource:
 
 
 def kind_of_file(path: str | Path) -> str:
-    """The ending of a data file without that of its compression, such as `.jsonl`."""
+    """The extension of a data file without that of its compression, such as `.jsonl`."""
     name = Path(path)
     return (Path(name.stem).suffix if name.suffix.lower() in (".gz", ".xz") else name.suffix).lower()
 
 
 @contextmanager
 def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading bytes, uncompressed where it ends in `.gz` or `.xz`, or begins like such a file.
+    """Open a data file for reading bytes; decompress it if it ends in `.gz` or `.xz`, or begins like such a file.
 
     Raises:
         ValueError: an archive, a binary table, or a damaged file.
@@ -94,10 +94,9 @@ def open_compressed(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def read_table(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place, by what the file holds and whatever its name.
+    """The rows of a file, each with its place. The format is found from the content, whatever the name.
 
-    JSON lines (as bytes that were not parsed), a JSON array, CSV with a header, all three compressed or not; or
-    Parquet.
+    JSON lines (as unparsed bytes), a JSON array, or CSV with a header, all three compressed or not; or Parquet.
 
     Raises:
         ValueError: the file is none of these, damaged, or not in UTF-8.
@@ -126,7 +125,7 @@ def _parquet_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def with_names_of_classes(rows: Iterable[Any], features: Mapping[str, Any] | None) -> Iterator[Any]:
-    """Rows of a data set, with the names of classes in place of their numbers, whose order is the data set's own."""
+    """Rows of a data set, with class names instead of class numbers, since each data set orders classes in its way."""
     classes = {name: kind for name, kind in (features or {}).items() if isinstance(kind, datasets.ClassLabel)}
     for row in rows:
         known = {name: row[name] for name in classes if row[name] is not None and row[name] >= 0}
@@ -140,7 +139,7 @@ def _json_array(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # a C long on Windows; the default of 131,072 is less than some functions have
+    csv.field_size_limit(2**31 - 1)  # fits a C long on Windows; some functions exceed the default of 131,072
     with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         reader, row = csv.DictReader(text, strict=True), None
         for row in reader:
@@ -151,7 +150,7 @@ def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """The lines of a file of JSON lines that are not blank, each with its place, as bytes that were not parsed."""
+    """The lines of a JSON lines file that are not blank, each with its place, as unparsed bytes."""
     with open_compressed(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -165,14 +164,14 @@ def numbered(place: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iterator[Row]:
-    """Make an example of each row by `read`, which raises a ValueError for a bad one.
+    """Turn each row into an example with `read`, which raises a ValueError for a bad row.
 
-    A row comes with its place: file and line, or data set, split and row. JSON that was not parsed is bytes.
+    A row comes with its place: file and line, or data set, split and row. Unparsed JSON is bytes.
 
     Raises:
-        ValueError: after the last row, with the first ten bad ones, those of one fault together, and their number.
+        ValueError: after the last row, with the first ten bad rows, grouped by fault, and the number of bad rows.
     """
-    bad, total = dict[str, list[str]](), 0  # places by the fault
+    bad, total = dict[str, list[str]](), 0  # places by fault
     for place, row in rows:
         try:
             yield read(json.loads(row) if isinstance(row, bytes) else row)
@@ -188,8 +187,8 @@ def checked(rows: Iterable[tuple[str, Any]], read: Callable[[Any], Row]) -> Iter
 def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> dict[str, Any]:
     """The file of each split, or its data set on the Hub or in a local folder that `datasets` reads, by our names.
 
-    To score a split, `only`, it alone, or all where it is not there and has to be made of the training split.
-    `keywords` are those of `load_dataset`. A ValueError if a split that is needed is not there.
+    With `only`, the split to score, returns just that split, or all if it is missing and has to be made from the
+    training split. `keywords` are those of `load_dataset`. Raises a ValueError if a split that is needed is missing.
     """
     found: dict[str, Any] = source.files
     if source.dataset_name is not None:
@@ -203,7 +202,7 @@ def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any])
     name, config = source.dataset_name, source.dataset_config_name
     try:
         loaded = datasets.load_dataset(name, config, **keywords)
-    # It needs a script, has several configurations, which it lists, or a file that cannot be read.
+    # The data set needs a script, has several configurations (listed in the error), or has an unreadable file.
     except (RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset_name={name!r}, dataset_config_name={config!r}: {error!s:.1000}") from error
     names = {split: getattr(source, f"{split}_split_name") or split for split in SPLITS}
@@ -211,7 +210,7 @@ def _load_splits(source: DataSource, only: str | None, keywords: dict[str, Any])
     if only is None:
         needed += ["train", "validation"] if keywords.get("streaming") else ["train"]
     if only != "test" and any(each.startswith(("val", "dev")) for each in loaded):
-        needed.append("validation")  # else part of the training split would be taken for it
+        needed.append("validation")  # otherwise part of the training split would be used instead
     for split in needed:
         if names[split] not in loaded:
             raise ValueError(

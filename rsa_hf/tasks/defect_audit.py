@@ -1,7 +1,7 @@
 """What can make the scores of a defect detector misleading: copies, contradictory labels, cut functions, easy words.
 
-Copies are counted twice: `duplicates` are equal up to the length of whitespace; `clones` up to whitespace, comments
-and identifiers.
+Copies are counted in two ways: `duplicates` are equal up to the length of whitespace; `clones` up to whitespace,
+comments and identifiers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rsa_hf.tasks.defect_scores import classification_scores
 from rsa_hf.tasks.python_defects import Example
 from rsa_hf.utils.text import format_table, percent
 
-# Of C, C++ and Java. Words that are neither these nor Python's are identifiers.
+# Keywords of C, C++ and Java. Words that are neither these nor Python's keywords are identifiers.
 _OTHER_KEYWORDS = (
     "auto bool case catch char const default delete do double enum extern float goto inline int long namespace new "
     "NULL nullptr operator private protected public register restrict short signed sizeof static struct switch "
@@ -33,8 +33,8 @@ _COMMENTS = re.compile(_STRING + r"|/\*.*?\*/|//[^\n]*", re.DOTALL)
 _PYTHON_COMMENTS = re.compile(_STRING + r"|#[^\n]*")
 _PYTHON = re.compile(r"\s*(?:@|def\b|class\b|async\b)")
 _WORDS = re.compile(r"[A-Za-z_]\w*")
-_TOKENS = r"\w+|[^\w\s]"  # of the baseline: words, numbers and signs
-BASELINE_FUNCTIONS = 20_000  # that it is fitted to, at most
+_TOKENS = r"\w+|[^\w\s]"  # tokens of the baseline: words, numbers and signs
+BASELINE_FUNCTIONS = 20_000  # the baseline is fitted to at most this many
 
 
 def audit(
@@ -87,7 +87,7 @@ def audit(
 
 
 def clone_group(func: str) -> bytes:
-    """What functions share that are equal up to whitespace, comments and identifiers: a digest."""
+    """A digest that functions share if they are equal up to whitespace, comments and identifiers."""
     comments = _PYTHON_COMMENTS if _PYTHON.match(func) else _COMMENTS
     text = _WORDS.sub(lambda word: word[0] if word[0] in _KEYWORDS else "x", comments.sub(r"\1", func))
     return digest_of("".join(text.split()))

@@ -28,12 +28,12 @@ from rsa_hf.tasks.data_files import (
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
-# Columns as they are called in published data sets, the first that is there: Devign, DiverseVul and PrimeVul (func,
-# target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
+# Column names of published data sets, of which the first that is present is used: Devign, DiverseVul and PrimeVul
+# (func, target, idx), BigVul (func_before, vul, func_after), ReVeal (code, label).
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
 _WHOLE, _NUMBER = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
-CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels in words, in any case
+CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels as words, in upper or lower case
 SplitBy = Literal["random", "project", "time"]
 LongFunctions = Literal["truncate", "chunk"]
 
@@ -170,7 +170,7 @@ def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[s
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
     """The functions of rows, or of JSON lines, each with its place.
 
-    An `idx` or `id` is kept, as a number where it is whole. Without labels, each counts as clean.
+    An `idx` or `id` is kept, as a number if it is whole. Without labels, every function counts as clean.
     """
     texts = TEXT_COLUMNS if config.text_column_name is None else (config.text_column_name,)
     labels = LABEL_COLUMNS if config.label_column_name is None else (config.label_column_name,)
@@ -194,14 +194,14 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
     def read(row: Any) -> list[Example]:
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must have named fields, got {brief(row)}")
-        if None in row:  # so csv.DictReader calls what is left over
+        if None in row:  # where csv.DictReader puts surplus fields
             raise ValueError(f"more fields than the header has columns: {brief(row[None])}")
         func, target = text_of(*_first_of(texts, row)), target_of(row) if labelled else 0
         idx = next((str(row[name]) for name in NUMBER_COLUMNS if row.get(name) not in (None, "")), None)
-        whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps has 7 as 7.0
+        whole = idx and _WHOLE.fullmatch(idx)  # a table with gaps stores 7 as 7.0
         of_times = config.time_column_name if labelled else None
         time = None if of_times is None else _first_of((of_times,), row)[1]
-        if isinstance(time, str) and _NUMBER.fullmatch(time):  # as all values of a CSV are
+        if isinstance(time, str) and _NUMBER.fullmatch(time):  # all values of a CSV are text
             time = float(time)
         if time == "" or time != time:
             raise ValueError(f"{config.time_column_name} must be a time, got {brief(time)}")
@@ -223,7 +223,7 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
 
 
 def _first_of(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, Any]:
-    """The first of these columns that a row has, and what stands there."""
+    """The first of these columns that a row has, and its value."""
     for name in names:
         if name in row:
             return name, row[name]
@@ -231,7 +231,7 @@ def _first_of(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _paired(examples: Sequence[Example]) -> list[Example]:
-    """Rows two by two as pairs."""
+    """Turn rows into pairs, two by two."""
     for number, (first, second) in enumerate(zip(examples[::2], examples[1::2], strict=False)):
         if {first.target, second.target} != {0, 1}:
             labels = f"{first.target} and {second.target}"
@@ -242,7 +242,7 @@ def _paired(examples: Sequence[Example]) -> list[Example]:
 
 
 def _with_made_splits(splits: Mapping[str, list[Example]], config: DefectDataConfig) -> dict[str, list[Example]]:
-    """Make the splits that are not there from the training functions, of whole pairs, or projects."""
+    """Make the missing splits from the training functions, in whole pairs or whole projects."""
     shares = {"validation": config.validation_split_percentage, "test": config.test_split_percentage}
     shares = {split: share / 100 for split, share in shares.items() if split not in splits}
     shares["train"] = 1 - sum(shares.values())
@@ -274,18 +274,18 @@ def _with_made_splits(splits: Mapping[str, list[Example]], config: DefectDataCon
         return {**splits, **made}
     ordered = list(units.values())
     Random(config.sample_seed).shuffle(ordered)
-    for unit in sorted(ordered, key=len, reverse=True):  # the largest project first, where the most is missing
+    for unit in sorted(ordered, key=len, reverse=True):  # the largest project first, to the split that lacks most
         made[max(shares, key=lambda split: shares[split] * size - len(made[split]))] += unit
     return {**splits, **made}
 
 
 def digest_of(text: str) -> bytes:
-    """A short stand-in for a text, which may be long, in sets."""
+    """A short digest that stands for a text, which may be long, in sets."""
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def identity(example: Example) -> bytes:
-    """What two functions share that are the same."""
+    """A digest that two functions share if they are the same."""
     return digest_of(" ".join(example.func.split()))
 
 
@@ -319,7 +319,7 @@ def subsample(examples: list[Example], limit: int | None, seed: int) -> list[Exa
         Random(seed).shuffle(of_class)
     pairs = {examples[i].pair for i in defective[:count]}
 
-    def place(index: int) -> int:  # whole pairs first, then functions of none
+    def place(index: int) -> int:  # whole pairs first, then functions without a pair
         pair = examples[index].pair
         return 1 if pair is None else 0 if pair in pairs else 2
 

@@ -1,9 +1,10 @@
-"""Defect detection, the classification of functions as clean (0) or defective (1).
+"""Defect detection: the classification of functions as clean (0) or defective (1).
 
 A function too long for the model is truncated, or cut into overlapping chunks. In training, each chunk is an example
 with the function's label. In evaluation, `compute_metrics` averages the logits over a function's chunks.
 
-The config of a trained model has `defect_detection`: the threshold that its run chose, and how functions were cut.
+The config of a trained model has an entry `defect_detection`: the threshold that its run chose, and how functions
+were cut.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from rsa_hf.utils.text import finite_or_null, percent
 
 LABELS = {0: "clean", 1: "defective"}
 SAVED = "defect_detection"  # entry of the model's config
-CUTTING = ("max_seq_length", "long_functions", "chunk_overlap")  # settings that it has
+CUTTING = ("max_seq_length", "long_functions", "chunk_overlap")  # settings in that entry
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
             return
         model, tokenizer = _model_and_tokenizer(run.model, data)
     saved = {name: getattr(data, name) for name in CUTTING}
-    setattr(model.config, SAVED, saved)  # in each checkpoint
+    setattr(model.config, SAVED, saved)  # so that each checkpoint has it
     tokenizer.model_max_length = data.max_seq_length
     if len({example.target for example in splits.get("validation", [])}) < 2:
         raise ValueError(
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
     table, notes = [], []
     if args.should_save:
         for split, found in logits.items():
-            with suppress(ImportError):  # no matplotlib, as `finish_run` says
+            with suppress(ImportError):  # no matplotlib, as `finish_run` reports
                 plot_confusion(found[1], found[0].argmax(axis=1), args.folder / f"confusion_{split}.png")
             notes += _notes(split, scores[split], bootstrap_intervals(*found))
         if "test" in logits:
@@ -133,10 +134,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def audit_data(arguments: Sequence[str]) -> dict[str, Any]:
-    """The `audit` of the data of a run, as it is without `deduplicate`, with the scores of `word_count_baseline`.
+    """The `audit` of the data of a run without `deduplicate`, with the scores of `word_count_baseline`.
 
-    Of the settings, those of the data are used, and `tokenizer_name` or `model_name_or_path`, without which the number
-    of tokens is not known.
+    The settings of the data are used, and `tokenizer_name` or `model_name_or_path`; without one of these two, the
+    number of tokens is not known.
     """
     run = read_arguments(arguments, DefectDataConfig)
     run.data.deduplicate = False
@@ -184,7 +185,7 @@ def _model_and_tokenizer(
 
 
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
-    """The model of a run without RSA heads, its training data, and what makes a batch of rows."""
+    """The model of a run without RSA heads, its training data, and the collator of its rows."""
     run = read_arguments(arguments, DefectDataConfig)
     set_seed(run.training.seed)
     model, tokenizer = _model_and_tokenizer(run.model, run.data)
@@ -193,14 +194,14 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
 
 
 def _scores(examples: Sequence[Example], found: tuple[Any, Any], threshold: float | None) -> dict[str, float]:
-    """The scores of functions, and the pair rates where they are paired, at the threshold 0.5."""
+    """The scores of functions and, if they are paired, the pair rates at the threshold 0.5."""
     return compute_metrics(*found, threshold=threshold) | pair_rates_of(examples, found[0].argmax(axis=1))
 
 
 def _table(
     name: str, scores: Mapping[str, Mapping[str, float]], words: Mapping[str, Mapping[str, float]]
 ) -> list[list[str]]:
-    """The scores of each split, at the threshold 0.5 and at the chosen one, below those of counts of words."""
+    """The scores of each split at the threshold 0.5 and at the chosen one, below those of the word-count baseline."""
     of_classes = {"accuracy": "accuracy", "F1": "f1", "precision": "precision", "recall": "recall", "MCC": "mcc"}
     of_classes["called defective"] = "predicted_positive_share"
     of_scores = {"ROC AUC": "roc_auc", "AP": "average_precision", "VD-S": "vd_score"}
@@ -218,7 +219,7 @@ def _table(
 
 
 def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequence[float]]) -> list[str]:
-    """What belongs to the rows of a split in the table, in lines."""
+    """Notes on the rows of a split in the table, one per line."""
     shown = ("accuracy", "f1", "average_precision", "vd_score")
     ranges = ", ".join(f"{name} {percent(low)} … {percent(high)}" for name in shown for low, high in [intervals[name]])
     size, share = scores["num_examples"], scores["positive_share"]
@@ -239,7 +240,7 @@ def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequ
 
 
 def _predictions(examples: Sequence[Example], logits: Any, threshold: float) -> list[dict[str, Any]]:
-    """What is found of each function, as `predict` returns it."""
+    """The result for each function, as `predict` returns it."""
     scores = probabilities(logits).tolist()
     return [
         {"idx": i if each.idx is None else each.idx, "score": score, "label": LABELS[int(score > threshold)]}
@@ -250,13 +251,12 @@ def _predictions(examples: Sequence[Example], logits: Any, threshold: float) -> 
 def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float | None = None) -> dict[str, Any]:
     """Score a saved defect detector, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Of the settings, the data of this split and `per_device_eval_batch_size` are used; functions are cut as in the
-    model's training, whatever a file says, unless `--key value` does. The threshold is that of `compute_metrics`;
-    None: the one that the run of this model chose, if it did.
+    The settings used are the data of this split and `per_device_eval_batch_size`. Functions are cut as in the model's
+    training, whatever a settings file says; only `--key value` overrides this. The threshold is that of
+    `compute_metrics`; None: the one that the run of this model chose, if any.
 
     Returns:
-        The scores of `compute_metrics`, `pair_rates` of paired data, and as "intervals" those of
-        `bootstrap_intervals`.
+        The scores of `compute_metrics`, the `pair_rates` of paired data, and `bootstrap_intervals` as "intervals".
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold={threshold}: a probability from 0 to 1 is needed.")
@@ -275,12 +275,12 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
 
 
 def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Score functions without labels by a saved defect detector.
+    """Score functions without labels with a saved defect detector.
 
     Args:
         name: its folder, or its name on the Hub.
         path: a file of functions: JSON lines, a JSON array, CSV or Parquet, perhaps compressed.
-        arguments: settings as of a run, those of `evaluate`.
+        arguments: settings of a run, as for `evaluate`.
 
     Returns:
         For each function its `idx`, or else its place from 0; `score`, the probability of a defect; and `label`,
@@ -297,7 +297,7 @@ def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, An
 def _saved(
     name: str, arguments: Sequence[str]
 ) -> tuple[RunArguments[DefectDataConfig], PreTrainedModel, PreTrainedTokenizerBase]:
-    """A saved defect detector with its tokenizer, and settings, with its own way of cutting functions."""
+    """The settings, with the saved detector's way of cutting functions, the detector, and its tokenizer."""
     run = read_arguments(arguments, DefectDataConfig)
     tokenizer = load_tokenizer(name)
     model = require_head(AutoModelForSequenceClassification, name)
@@ -361,7 +361,7 @@ def tokenize(
 def _rows_and_tokens(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DefectDataConfig
 ) -> tuple[datasets.Dataset, list[int]]:
-    """What `tokenize` returns, and the number of tokens of each function, uncut; none where the tokenizer is slow."""
+    """What `tokenize` returns, and the number of tokens of each function, uncut; empty if the tokenizer is slow."""
     chunk = config.long_functions == "chunk"
     special = tokenizer.num_special_tokens_to_add()
     room = config.max_seq_length - special
@@ -374,7 +374,7 @@ def _rows_and_tokens(
     windows = {"return_overflowing_tokens": True, "stride": overlap} if chunk else {}
     rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": [], "example_id": []}
     tokens = [special + overlap] * len(examples) if tokenizer.is_fast else []
-    # Batches are enough for the tokenizer's threads, and bounded in memory.
+    # Batches keep the tokenizer's threads busy, and bound the memory.
     for start in tqdm(range(0, len(examples), 1000), desc="tokenising", unit="thousand", leave=False, delay=5):
         texts = [example.func for example in examples[start : start + 1000]]
         encoded = tokenizer(
@@ -386,7 +386,7 @@ def _rows_and_tokens(
         rows["labels"] += [examples[owner].target for owner in owners]
         rows["example_id"] += owners
         for owner, encoding in zip(owners, encoded.encodings or (), strict=False):
-            # What was cut off overflows, unless it has rows of its own.
+            # What was cut off is in `overflowing`, unless it has rows of its own.
             pieces = [encoding] if chunk else [encoding, *encoding.overflowing]
             tokens[owner] += sum(len(piece.ids) - special for piece in pieces) - overlap
     return datasets.Dataset.from_dict(rows), tokens

@@ -1,4 +1,4 @@
-"""The scores of defect detection, by scikit-learn, and the threshold of a classifier."""
+"""The scores of defect detection, computed with scikit-learn, and the threshold of a classifier."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def classification_scores(predictions: Any, references: Any, prediction_scores: 
 
     Returns:
         `accuracy`; `f1`, `precision` and `recall` of class 1, and `mcc`, Matthews correlation, 0 where they are not
-        defined; `predicted_positive_share`; and `majority_accuracy`, that of always predicting the most frequent
-        class. With `prediction_scores`, `roc_auc` and `average_precision`, the areas under the ROC and the
-        precision-recall curve, and `vd_score`, all NaN if references hold one class.
+        defined; `predicted_positive_share`; and `majority_accuracy`, the accuracy of always predicting the most
+        frequent class. With `prediction_scores`, also `roc_auc` and `average_precision`, the areas under the ROC and
+        the precision-recall curve, and `vd_score`, all NaN if references hold only one class.
     """
     positives = int(np.sum(references))
     of_class_1 = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
@@ -109,7 +109,7 @@ def pair_rates(vulnerable: Any, fixed: Any) -> dict[str, float]:
 
 
 def pair_rates_of(examples: Sequence[Example], predictions: Any) -> dict[str, float]:
-    """The `pair_rates` of functions with both members of their pair there, by predicted classes [N]; else nothing."""
+    """The `pair_rates` of the complete pairs among functions, from predicted classes [N]; empty without such pairs."""
     pairs: dict[int, dict[int, int]] = {}
     for example, predicted in zip(examples, predictions, strict=True):
         if example.pair is not None:
@@ -156,9 +156,9 @@ def bootstrap_intervals(
 
 
 def _scores_of_sample(targets: Any, called: Any, last_of_equals: Any, weights: Any) -> dict[str, float]:
-    """Some of the scores of functions that count so many times each, by falling scores; fast, unlike scikit-learn's.
+    """Some of the scores of functions, in falling order of score and weighted by counts; faster than scikit-learn's.
 
-    All arguments are [N]: the classes, the predicted ones, whether the next function's score is another, the times.
+    All arguments are [N]: the true classes, the predicted ones, whether the next function's score differs, the counts.
     """
     num, positives, found, right = weights.sum(), weights @ targets, weights @ called, weights @ (targets * called)
     clean, wrong = num - positives, found - right
@@ -233,13 +233,13 @@ def choose_threshold(logits: Any, labels: Any, example_ids: Any = None) -> float
 
 
 def probabilities(logits: Any) -> Any:
-    """The probability of class 1 [N], by logits [N, 2] in NumPy; equal ones for equal logits."""
-    odds, places = np.unique(logits[:, 1] - logits[:, 0], return_inverse=True)  # sigmoid rounds by the place
+    """The probabilities of class 1 [N] for logits [N, 2] in NumPy; equal logits give equal probabilities."""
+    odds, places = np.unique(logits[:, 1] - logits[:, 0], return_inverse=True)  # sigmoid rounds depending on the place
     return torch.from_numpy(odds).sigmoid().numpy()[places]
 
 
 def by_function(logits: Any, labels: Any, example_ids: Any) -> tuple[Any, Any]:
-    """The logits [N, 2] and labels [N] of functions: as for `compute_metrics`, averaged over the rows of each."""
+    """The logits [N, 2], averaged over each function's rows, and labels [N]; arguments as for `compute_metrics`."""
     scores = torch.as_tensor(logits, dtype=torch.float64, device="cpu").detach().numpy()
     targets = torch.as_tensor(labels, device="cpu").detach().numpy()
     if scores.shape != (*targets.shape, 2):

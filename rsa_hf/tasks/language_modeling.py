@@ -39,7 +39,7 @@ from rsa_hf.training.run_training import finish_run, train_to_end
 
 # Longer texts are tokenized in pieces: a tokenizer needs about a hundred bytes of memory per token.
 TOKENIZED_PIECE_BYTES = 4 * 2**20
-LARGEST_SHOWN = 1e6  # perplexity in a table: that of a word of a model that has just begun says nothing
+LARGEST_SHOWN = 1e6  # perplexity in a table: a model that has just begun has a meaningless word perplexity
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ class LanguageModelTrainer(RSATrainer):
         self.scores: dict[int | None, dict[str, float]] = {}  # of the evaluation at each step
 
     def score(self, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
-        """Score a text; several processes share its blocks, but under FSDP, where each one scores all."""
+        """Score a text. Several processes share its blocks, except under FSDP, where each process scores all."""
         return evaluate_language_model(
             self.model_wrapped if self.is_fsdp_enabled else self.model,
             blocks,
@@ -121,7 +121,7 @@ def _plain_model(
 
 
 def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any, Any]:
-    """The model of a run without RSA heads, its training data, and what makes a batch of rows."""
+    """The model of a run without RSA heads, its training data, and the collator of its rows."""
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or run.model.model_name_or_path)
     text = prepare_language_modeling(run.data, tokenizer)
@@ -131,8 +131,8 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
 def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float]:
     """Score a saved language model, a folder or a name on the Hub, on the split "validation" or "test".
 
-    Of the settings, the text of this split, `per_device_eval_batch_size` and the tokenizer (by default the
-    checkpoint's) are used.
+    The settings used are the text of this split, `per_device_eval_batch_size` and the tokenizer (by default the
+    checkpoint's).
     """
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or name)
@@ -151,7 +151,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
 def _require_fit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
 ) -> None:
-    """Raise a ValueError unless a model takes the inputs of an evaluation and its memory settings."""
+    """Raise a ValueError unless a model accepts the inputs of an evaluation and its memory settings."""
     setting = "block_size" if data.eval_block_size is None else "eval_block_size"
     require_inputs_fit(model, tokenizer, data.evaluation_block_size, setting)
     require_causal(model)
@@ -218,7 +218,7 @@ def prepare_language_modeling(
 
 
 def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a name: None for "bytes", a vocabulary of 256; that of "text8"; else `load_tokenizer`'s."""
+    """The tokenizer of a name: None for "bytes" (a vocabulary of 256), `text8_tokenizer`, or `load_tokenizer`'s."""
     if name is None:
         raise ValueError(
             "model_name_or_path=None: name a pretrained model, on the Hub or a folder; or for one from scratch a "
@@ -245,7 +245,7 @@ def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, 
                     f"{start + error.start}. Convert it, or choose bytes as tokenizer_name."
                 ) from error
             except Exception as error:
-                if type(error) is not Exception:  # as tokenizers raises it, for a character that text8 lacks
+                if type(error) is not Exception:  # tokenizers raises Exception itself for a character that text8 lacks
                     raise
                 raise ValueError(f"the {split} text does not fit the tokenizer ({error}). Choose another.") from error
             yield torch.tensor(ids, dtype=torch.int32, device="cpu")
@@ -253,7 +253,7 @@ def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Cut a text into pieces to tokenize at once, after line ends if possible."""
+    """Cut a text into pieces, each tokenized in one call; cuts are after line ends if possible."""
     held = bytearray()
     for chunk in chunks:
         held += chunk

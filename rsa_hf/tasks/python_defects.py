@@ -7,7 +7,7 @@ unchanged (target 0), and with a single defect injected into its syntax tree (ta
 * Files are split by a hash of their path, whatever the seed and the bounds. Of functions equal up to names and
   constants (type-2 clones) only one is kept, so that no copy of a training function is in the test split.
 * Docstrings are stripped and both members are printed by `ast.unparse`: layout and comments do not reveal the label.
-* A defective text parses back to the injected tree, compiles to other bytecode than the original, and is not the text
+* A defective text parses back to the injected tree, compiles to bytecode unlike the original's, and is not the text
   of another function. Error messages, f-strings, default values, annotations and decorators are not changed: a change
   there is hardly a defect.
 """
@@ -83,8 +83,8 @@ class Example:
     path: str = ""  # its file, relative to the standard library
     name: str = ""  # its qualified name within the file
     kind: str = ""  # the injected defect, one of `DEFECT_KINDS`; empty for a clean function
-    idx: int | str | None = None  # its own in a data set that has them, a number where it is whole
-    pair: int | None = None  # which its twin has too: the same function with, or without, the defect
+    idx: int | str | None = None  # its index in a data set that has one, a number if it is whole
+    pair: int | None = None  # shared with its twin: the same function with, or without, the defect
     project: str = ""  # that it comes from, if the data says so
     time: Any = None  # when it was written, if the data says so
 
@@ -95,8 +95,8 @@ def load_python_defects(
     """Build the embedded data set: in each split, every clean function is followed by its defective twin.
 
     It depends only on the arguments and on the installed standard library. The seed orders the functions and their
-    defects, but does not choose the split of a file. Lengths are bounds of clean and of defective functions. The kinds
-    of defect, of `DEFECT_KINDS` (None: all), are spread over each split as evenly as the functions allow.
+    defects, but does not choose the split of a file. The lengths bound clean and defective functions. The kinds of
+    defect, from `DEFECT_KINDS` (None: all), are spread over each split as evenly as the functions allow.
     """
     kinds = DEFECT_KINDS if kinds is None else kinds
     if not set(kinds) <= set(DEFECT_KINDS):
@@ -214,7 +214,7 @@ def _bytecode(text: str) -> tuple[object, ...]:
 
 
 class _Slot(NamedTuple):
-    """A position in a syntax tree: what stands there, and how to put something else."""
+    """A position in a syntax tree: the node there, and how to replace it."""
 
     node: ast.AST
     parent: ast.AST
@@ -285,7 +285,7 @@ def _slot_edits(slot: _Slot, bindings: dict[str, int]) -> Iterator[_Edit]:
 
 
 def _bindings(function: _Function, slots: list[_Slot]) -> dict[str, int]:
-    """The local variables without `self` and `cls`, each with the line that binds it first."""
+    """The local variables except `self` and `cls`, each with the line that binds it first."""
     given = function.args
     bindings = {argument.arg: 0 for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     outer = {"self", "cls"}

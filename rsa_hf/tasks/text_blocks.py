@@ -23,7 +23,7 @@ Item = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class TrainingBlocks(Dataset[Item]):
-    """Consecutive blocks. The incomplete block at the end is dropped; a ValueError if there is no other."""
+    """Consecutive blocks. An incomplete block at the end is dropped; if it is the only one, this is a ValueError."""
 
     token_ids: torch.Tensor
     block_size: int
@@ -44,7 +44,7 @@ class StreamedBlocks(IterableDataset[Item]):
     """The items of `TrainingBlocks`, in order, from a text that is read again in each epoch.
 
     `pieces`, called for each epoch, returns the token ids of the text in pieces of any size. A `DataLoader` may have
-    one worker only: each would read the whole text.
+    only one worker, since each would read the whole text.
     """
 
     pieces: Callable[[], Iterable[torch.Tensor]]
@@ -71,7 +71,7 @@ class TrainingTracks(Dataset[Item]):
     """A text cut into R = `num_tracks` tracks of equal length, which are read in parallel, segment by segment.
 
     Item s · R + r is segment s of track r. R consecutive items, the rows of a training step over all processes and
-    micro-batches, therefore continue the same rows of the step before. The tracks follow each other in the text; its
+    micro-batches, therefore continue the same rows of the step before. The tracks follow each other in the text; a
     tail that does not fill a segment of every track is dropped.
     """
 

@@ -1,4 +1,4 @@
-"""The texts of language modelling: read from files, the Hub or the embedded ones, and split."""
+"""The texts of language modelling: read from files, the Hub or the embedded text, and split."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LanguageModelingDataConfig(DataSource):
 
 
 def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> dict[str, bytes]:
-    """The bytes of each split or of one, cut to the limits: train (unless streamed), validation, perhaps test."""
+    """The bytes of each split, or `only` one, cut to the limits: train (unless streamed), validation, perhaps test."""
     if config.dataset_name is None and not config.files:
         texts = _read_embedded(config)
     else:
@@ -110,7 +110,7 @@ def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
 
 
 def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, Iterator[bytes]]:
-    """The texts of files or of a data set of the Hub, each in pieces; of one split only where it has its own."""
+    """The texts of files or of a data set on the Hub, each in pieces; of `only` one split if it has its own text."""
     column = config.text_column_name
     sources = sources_of(config, only, streaming=config.streaming)
     if config.dataset_name is None:
@@ -183,7 +183,7 @@ def _split_in_order(texts: dict[str, bytes], config: LanguageModelingDataConfig)
 
 
 def _character_boundary(text: bytes | bytearray, position: int) -> int:
-    """The last boundary of a UTF-8 character at or before a position; the position itself in other bytes."""
+    """The last boundary of a UTF-8 character at or before a position; for other bytes, the position itself."""
     for candidate in range(position, max(position - 4, -1), -1):
         if candidate == len(text) or text[candidate] & 0xC0 != 0x80:
             return candidate
