@@ -1,4 +1,4 @@
-"""Training: a thin layer over `transformers.Trainer`, and what a plain Trainer or an Accelerate loop can use of it."""
+"""Training: a thin layer over `transformers.Trainer`. Parts of it also serve a plain Trainer or an Accelerate loop."""
 
 from rsa_hf.training.arguments import ModelArguments, RSAArguments, RSATrainingArguments
 from rsa_hf.training.callbacks import RSACallback

@@ -21,7 +21,7 @@ from rsa_hf.utils.yaml import read_yaml
 
 Data = TypeVar("Data")
 
-# Metrics of the tasks of which less is better. TrainingArguments knows it of losses only.
+# Metrics of the tasks for which lower is better. TrainingArguments knows this only for losses.
 LOWER_IS_BETTER = ("bits_per_byte", "token_perplexity", "word_perplexity", "loss_nats_per_token", "vd_score")
 
 # Keys of rsa_hf 0.1, which had sections, and their names now.
@@ -121,7 +121,7 @@ class RSATrainingArguments(TrainingArguments):
         if self.greater_is_better is None and metric in LOWER_IS_BETTER:
             self.greater_is_better = False
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # without one, torch warns at every data set
+            self.dataloader_pin_memory = False  # without an accelerator, torch warns at every data set
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):
             self.resume_from_checkpoint = None  # a run continues from its newest checkpoint anyway
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ class RSATrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments(Generic[Data]):
-    """All settings of a run, and the keys that were given, in all and on the command line."""
+    """All settings of a run, all keys that were given, and those given on the command line."""
 
     model: ModelArguments
     rsa: RSAArguments
@@ -149,7 +149,7 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     """Read the settings of a run from a YAML file and from `--key value`, which overrides it.
 
     The keys are the fields of `ModelArguments`, `RSAArguments`, `data_type` and `RSATrainingArguments`. In the file,
-    null means the default, for `rsa` the plain model. `--key.entry value` sets one entry of a mapping. `~` and
+    null means the default; for `rsa`, the plain model. `--key.entry value` sets one entry of a mapping. `~` and
     `$VARIABLES` in paths are replaced. `--help` prints all keys.
 
     Args:
@@ -162,7 +162,7 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
     content = _content(expanded(words.pop(0)), known) if words and not words[0].startswith("-") else {}
     words = _set_entries(content, words, known)
     parser = _Parser(types, allow_abbrev=False, usage=SUPPRESS)
-    # Values of the file are checked as if they stood before those of the command line.
+    # Values from the file are checked as if they came before those on the command line.
     from_file = [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in content.items()
@@ -198,12 +198,12 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]  # it has no types
     def error(self, message: str) -> NoReturn:
-        """Raise in place of printing the usage, which has a hundred keys, and exiting."""
+        """Raise instead of printing the usage, which has a hundred keys, and exiting."""
         raise ValueError(message.removeprefix("argument "))
 
 
 def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
-    """The keys of a YAML file, without those that are null and mean the default."""
+    """The keys of a YAML file, except those that are null, which means the default."""
     try:
         content = read_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except ValueError as error:
@@ -222,7 +222,7 @@ def _content(path: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Apply `--key.entry value` and `--key.entry=value` to the content of a file; the other words are returned."""
+    """Apply `--key.entry value` and `--key.entry=value` to the content of a file; return the other words."""
     rest, others = list(words), list[str]()
     while rest:
         word = rest.pop(0)
@@ -249,7 +249,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def as_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A setting that is a mapping, on a command line written as JSON or YAML."""
+    """A setting that is a mapping; on a command line, it is written as JSON or YAML."""
     read = read_yaml(value) if isinstance(value, str) else value
     if read is not None and not isinstance(read, dict):
         raise ValueError(f"{name}={value!r:.200}: a mapping is needed, such as '{{key: value}}'.")

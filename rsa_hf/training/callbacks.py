@@ -1,4 +1,4 @@
-"""Callbacks of a `transformers.Trainer`: gates and rates in its log, a quiet bar, stopping by a signal."""
+"""Callbacks of a `transformers.Trainer`: gates and rates in its log, a quiet bar, stopping on a signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerCont
 
 from rsa_hf.report import rsa_report
 
-# Metrics, by parts of their names, that are left out of the line that an evaluation prints while a model is trained.
+# Parts of the names of metrics that are left out of the line that an evaluation prints during training.
 NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
 
 
@@ -30,7 +30,7 @@ class RSACallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        # Events do not pass the Trainer, and `logs` that a callback changes have reached the trackers before it.
+        # Events do not pass the Trainer, and when a callback can change `logs`, the trackers have them already.
         self.trainer = trainer
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class ProgressBar(ProgressCallback):
         super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader)  # type: ignore[no-untyped-call]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Print the metrics, and take the time of the evaluation out of the estimate for training."""
+        """Print the metrics, and exclude the time of the evaluation from the estimate for training."""
         super().on_evaluate(args, state, control)  # type: ignore[no-untyped-call]
         if self.training_bar is None or not state.is_world_process_zero:
             return
@@ -90,17 +90,17 @@ class ProgressBar(ProgressCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the training.
 
-    A second signal ends the process at once. With several processes the signal may reach them in different steps, or
-    one of them only: they agree on a step, and further signals are ignored, because launchers repeat them.
+    A second signal ends the process at once. With several processes, the signal may reach them in different steps, or
+    reach only one of them. They agree on a step, and ignore further signals, because launchers repeat them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.signal: int | None = None  # that ended the training
+        self.signal: int | None = None  # the one that ended the training
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the signals, which only the main thread of a process can do."""
+        """Install the signal handlers, which only the main thread of a process can do."""
         self.signal = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +114,7 @@ class StopOnSignal(TrainerCallback):
         self.trainer.accelerator.set_trigger()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for a checkpoint and the end."""
+        """Ask for a checkpoint and the end of the training."""
         accelerator = self.trainer.accelerator
         asked = self.signal is not None if accelerator.num_processes == 1 else accelerator.check_trigger()
         if asked:
@@ -123,7 +123,7 @@ class StopOnSignal(TrainerCallback):
             control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the evaluation of an epoch that was not finished."""
+        """Skip the evaluation of an unfinished epoch."""
         if self.signal is not None:
             control.should_evaluate = control.should_save = False
 

@@ -36,7 +36,7 @@ def carried_from(outputs: Any, name: str) -> Any:
 class CarriedState:
     """The state of the parallel tracks of a run, for each micro-batch of a step.
 
-    It is made of the model before Accelerate wraps it; a ValueError if that carries no state.
+    It is made from the model before Accelerate wraps it; a ValueError if the model carries no state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class CarriedState:
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         """Mean next-token loss of a segment, `input_ids` and `shift_labels`, [B, T]; updates the state of its tracks.
 
-        `micro_batch` is the index of the micro-batch in its step; it continues that of the step before.
+        `micro_batch` is the index of the micro-batch in its step; it continues the same one of the step before.
         """
         outputs = model(**batch, **{self.name: self._states.get(micro_batch)})
         self._states[micro_batch] = carried_from(outputs, self.name)

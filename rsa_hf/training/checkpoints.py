@@ -24,7 +24,7 @@ from rsa_hf.utils.text import finite_or_null
 
 logger = logging.getLogger(__name__)
 
-# Settings of TrainingArguments, by their beginnings, that do not change what is learned.
+# Prefixes of the settings of TrainingArguments that do not change what is learned.
 VARYING = (
     "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
     "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_num", "dataloader_p", "debug",
@@ -46,7 +46,7 @@ class RunFolder:
         training = {each.name: getattr(args, each.name) for each in fields(args) if not each.name.startswith(VARYING)}
         settings = {**asdict(run.model), "rsa": run.rsa.rsa, **asdict(run.data), **training}
         settings["processes"] = args.world_size
-        # As they come back from the file.
+        # In the form in which they come back from the file.
         self.content = json.loads(json.dumps(finite_or_null({"data": data, "settings": settings}), default=str))
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
         is_asked_for = args.overwrite_output_dir or args.resume_from_checkpoint
@@ -74,14 +74,14 @@ class RunFolder:
             )
 
     def had_finished(self) -> bool:
-        """Whether this run had ended; then its table of results is printed again."""
+        """Whether this run has ended already; if so, print its table of results again."""
         if self._result is not None:
             asked = " It is not pushed again: hf upload does that." if self._args.push_to_hub else ""
             PartialState().print(f"{self.folder}: this run had finished.{asked}\n\n{self._result}")
         return self._result is not None
 
     def clear(self) -> None:
-        """Delete what another run has left, if `overwrite_output_dir` asks for it."""
+        """Delete what an earlier run has left, if `overwrite_output_dir` asks for it."""
         if self._args.overwrite_output_dir and self._args.should_save:
             for path in _checkpoints(self.folder):
                 shutil.rmtree(path)
@@ -89,9 +89,9 @@ class RunFolder:
                 (self.folder / name).unlink(missing_ok=True)
 
     def write(self, **ended: str) -> None:
-        """Write the settings, and once the run has ended its `result`, a table.
+        """Write the settings and, once the run has ended, its `result`, a table.
 
-        The first time is right before the first step: a run that fails earlier does not claim the folder.
+        The first time is right before the first step, so that a run that fails earlier does not claim the folder.
         """
         write_text(self._file, json.dumps({**self.content, **ended}, indent=2) + "\n")
 
@@ -127,7 +127,7 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The folders `checkpoint-N` of a Trainer, by N."""
+    """The folders `checkpoint-N` of a Trainer, in order of N."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 

@@ -25,9 +25,9 @@ from rsa_hf.utils.text import brief, did_you_mean
 
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:
-    """Load a pretrained model or make one from scratch, by an Auto class, in float32. New parameters are printed.
+    """Load a pretrained model or make one from scratch, with an Auto class, in float32. New parameters are printed.
 
-    `config_values` are entries of the model's config that the task needs; `config_overrides` goes first.
+    `config_values` are entries of the model's config that the task needs; `config_overrides` takes precedence.
     """
     kind, name = arguments.model_type, arguments.model_name_or_path
     if (kind is None) == (name is None):
@@ -37,7 +37,7 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
         raise ValueError(f"model_type={kind!r}: transformers has no such type.{did_you_mean(kind, CONFIG_MAPPING)}")
     place, overrides = locate(name or ""), as_mapping("config_overrides", arguments.config_overrides)
     values = {**config_values, **overrides}
-    # transformers accepts any key, so that a misspelt one would have no effect.
+    # transformers accepts any key, so a misspelt one would have no effect.
     try:
         if name is None:
             usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
@@ -71,13 +71,13 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
 
 
 def require_head(auto_class: Any, name: str) -> PreTrainedModel:
-    """Load a model to score it, and require that no part of it is new: a random head would be scored."""
+    """Load a model to score it, and require that no part of it is new: otherwise a random head would be scored."""
     model, info = _load_without_report(auto_class, locate(name))
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{name} has no {missing}: it was not trained for this task. Name a checkpoint that was.")
     others = sorted(key for key in info["unexpected_keys"] if not key.startswith(f"{model.base_model_prefix}."))
-    if others:  # a head of another task; that of a language model may be tied, so that nothing is missing
+    if others:  # a head of another task; a language model's own head may be tied, so that nothing is missing
         raise ValueError(
             f"{name} has {', '.join(others)}: it was trained for another task. Name a checkpoint of this."
         )
@@ -85,7 +85,7 @@ def require_head(auto_class: Any, name: str) -> PreTrainedModel:
 
 
 def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model, and what is said of its weights, without transformers' own report of those that are missing."""
+    """Load a model, and information on its weights, without transformers' own report of missing ones."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -107,17 +107,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def largest_token_id(tokenizer: Any) -> int:
-    """The largest id of a tokenizer, whose length may be less; None is raw bytes."""
+    """The largest id of a tokenizer, which may be more than its length; None is raw bytes."""
     return 255 if tokenizer is None else max(tokenizer.get_vocab().values())
 
 
 @torch.no_grad()
 def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, setting: str) -> None:
-    """Check by a forward pass that a model takes the largest id of a tokenizer and the longest input.
+    """Check with a forward pass that a model takes the largest id of a tokenizer and the longest input.
 
-    Config entries do not tell: RoBERTa's 514 positions hold 512 tokens, rotary positions have no limit, and tables of
-    positions may be buffers. No shorter input is tried: on one, BigBird changes its attention for good. The model is
-    in memory of the CPU: an index that is too large would end a CUDA process. `setting` gives the length.
+    Config entries are not enough: RoBERTa's 514 positions hold 512 tokens, rotary positions have no limit, and tables
+    of positions may be buffers. No shorter input is tried, as it would change BigBird's attention for good. The model
+    is on the CPU: on CUDA, an index that is too large would end the process. `setting` is what gives the length.
     """
     token_id = largest_token_id(tokenizer)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
@@ -130,7 +130,7 @@ def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, sett
         ids = torch.tensor([[usual] * (length - 1) + [token_id]], device=model.device)
         ends = getattr(model.config, "eos_token_id", None)
         if model.config.is_encoder_decoder and isinstance(ends, int) and length > 1:
-            ids[:, -2:] = torch.tensor([token_id, ends])  # BART's classifier reads the last one
+            ids[:, -2:] = torch.tensor([token_id, ends])  # BART's classifier reads the last end token
         model(input_ids=ids)
     except (IndexError, RuntimeError, ValueError) as error:
         if token_id >= vocabulary:
@@ -145,7 +145,7 @@ def require_inputs_fit(model: PreTrainedModel, tokenizer: Any, length: int, sett
 
 @torch.no_grad()
 def require_causal(model: PreTrainedModel) -> None:
-    """Check that no token changes the logits of those before it, whose perplexity would be meaningless."""
+    """Check that no token changes the logits before it; otherwise, perplexity would be meaningless."""
     was_training, ids = model.training, torch.arange(2, 6, device=model.device).repeat(2, 1)
     ids[1, -1] = 1
     try:
@@ -164,11 +164,11 @@ def patch_for_run(
 ) -> dict[str, float]:
     """Patch the plain model of a run as its settings say, after a calibration if they ask for one.
 
-    A checkpoint with RSA heads keeps them where the settings say nothing of `rsa`.
+    A checkpoint with RSA heads keeps them if the settings do not mention `rsa`.
 
-    What a calibration finds is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
+    The result of a calibration is printed and written to `calibration.json` and, with matplotlib, `calibration.png` in
     the output folder. A run that continues, and the other processes, read it there. The model stays plain if no gain
-    was shown. Returns the scores of the calibration, losses before training without and with RSA heads.
+    was shown. Returns the calibration's scores: the losses before training, without and with RSA heads.
     """
     settings, args = run.rsa.calibrate, run.training
     if is_patched(model) and "rsa" not in run.given:
@@ -190,7 +190,7 @@ def patch_for_run(
             found = run_calibration(model, batches, seed=args.seed, **asdict(settings))
             print(found)
             write_text(path, json.dumps({"scores": found.scores, **found.to_dict()}, indent=2) + "\n")
-            with suppress(ImportError):  # no matplotlib, as `finish_run` says
+            with suppress(ImportError):  # no matplotlib, as `finish_run` reports
                 found.plot(path.with_suffix(".png"))
         known = json.loads(path.read_text(encoding="utf-8"))
     patch_model(model, RSAConfig.from_dict(known["config"]))

@@ -39,7 +39,7 @@ def param_groups(
             for name, parameter in module.named_parameters():
                 recurrent.add(parameter)
                 if parameter.requires_grad:
-                    scale = 1.0 if name == "free_lags" else module.spec.layout.scale  # they are stored as they are
+                    scale = 1.0 if name == "free_lags" else module.spec.layout.scale  # free lags are stored unscaled
                     by_scale.setdefault(scale, []).append(parameter)
     others = [p for p in model.parameters() if p.requires_grad and p not in recurrent]
     matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
@@ -79,7 +79,7 @@ def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, A
     """The optimiser class of `args` and its arguments; a ValueError if it accepts no groups."""
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
     is_class = isinstance(cls, type) and issubclass(cls, Optimizer)
-    # The Trainer excludes embeddings from bitsandbytes' 8 bits by the class, which a factory hides from it.
+    # The Trainer recognises bitsandbytes by the class, to keep embeddings out of 8 bits; a factory hides the class.
     eight_bits = is_class and "bitsandbytes" in str(cls) and keywords.get("optim_bits") == 8
     if not is_class or eight_bits or _OWN_PARAMETERS & keywords.keys():
         raise ValueError(

@@ -44,7 +44,7 @@ class RSATrainer(Trainer):
         )
         model = keywords.get("model")
         if getattr(model, "segment_state", None) is not None:
-            args.use_cache = True  # the Trainer switches off what a model returns for the next segment
+            args.use_cache = True  # otherwise the Trainer switches off the state that a model returns
         super().__init__(args=args, **keywords)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ProgressBar)
@@ -86,7 +86,7 @@ class RSATrainer(Trainer):
             require_finite(logs["loss"], self.state.global_step)
 
     def create_model_card(self, *args: Any, **keywords: Any) -> None:
-        """Write rsa_hf's model card for a patched model, and the Trainer's for another."""
+        """Write rsa_hf's model card for a patched model, and the Trainer's for any other."""
         assert self.model is not None
         if not is_patched(self.model):
             super().create_model_card(*args, **keywords)
@@ -105,7 +105,7 @@ class RSATrainer(Trainer):
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
         if self._carried is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        rows = len(inputs["input_ids"])  # not those of the settings where auto_find_batch_size has changed them
+        rows = len(inputs["input_ids"])  # not the setting's if auto_find_batch_size has changed the batch size
         in_step = rows * self.args.gradient_accumulation_steps * self.args.world_size
         if self._num_tracks != in_step:
             raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {in_step} rows: one of each.")
@@ -128,7 +128,7 @@ class RSATrainer(Trainer):
         missing = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-    # The memory is saved and loaded with the states of the random generators: what a process needs to go on.
+    # The memory is saved and loaded with the states of the random generators, which a process needs too to continue.
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -21,10 +21,10 @@ from rsa_hf.utils.text import finite_or_null, format_table
 
 
 def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str]) -> None:
-    """Start or continue the training, and load the best model where `load_best_model_at_end` asks for it.
+    """Start or continue the training, and load the best model if `load_best_model_at_end` asks for it.
 
-    `metrics` are the names of what an evaluation gives, beside the loss. A signal ends the run by a SystemExit, after
-    a checkpoint; out of memory is a ValueError that says what to lower.
+    `metrics` are the names of an evaluation's metrics besides the loss. A signal ends the run with a SystemExit, after
+    a checkpoint; running out of memory is a ValueError that says what to lower.
     """
     args, main = trainer.args, trainer.is_world_process_zero()
     known, best = {"loss", *metrics}, args.metric_for_best_model
@@ -41,7 +41,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
         says = "starts" if state is None else f"continues from step {state.global_step}"
         print(f"{args.output_dir}: the run {says}.")
     if state is not None and state.global_step >= state.max_steps and not args.resume_from_checkpoint:
-        # The Trainer would take one step more.
+        # The Trainer would take one more step.
         trainer.state = state
         kept = state.best_model_checkpoint if args.load_best_model_at_end else None
         trainer._load_from_checkpoint(str(kept or checkpoint))
@@ -74,8 +74,8 @@ def finish_run(
 ) -> None:
     """Save the model with its card, the results and the pictures, print the table and the notes, and push if asked.
 
-    The scores are those of each split, and "calibration", the losses before training; in `all_results.json`, NaN and
-    infinity become null. The header is the first row of the table.
+    `scores` are those of each split and, as "calibration", the losses before training; in `all_results.json`, NaN and
+    infinity become null. The first row of `table` is its header.
     """
     args, output, model = run.training, run.training.folder, trainer.model
     assert isinstance(model, PreTrainedModel)
@@ -107,7 +107,7 @@ def finish_run(
 
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The losses of a run by step, where matplotlib is installed."""
+    """Draw the losses of a run by step, if matplotlib is installed."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for record in history:
         for key, name in (("loss", "training"), ("eval_loss", "validation")):
