@@ -1,23 +1,23 @@
 """Which heads get which REM, and how much of it: scores with standard errors over rows, and a bound on chance.
 
 The score of a head and a REM is the derivative of the loss with respect to the share a = g · mass of the REM, where
-the mass is Σ |f(τ)|: what a gate opens for REMs of all rates alike. By gradients.py it is
+the mass is Σ |f(τ)|. A share is what a gate opens, comparable between REMs of all rates. By gradients.py, the score is
 
     ∂loss/∂a = Σ_τ f(τ) c(τ) / mass − d / mass.
 
 The first term is the recurrence, the second the (1 − g) of eq. 4, which damps attention. The larger the mass, the less
-does a share damp. In the paper a short memory has a small mass; with free lags it may have any.
+a share damps. In the paper, a short memory has a small mass; with free lags, it may have any mass.
 
-**Whether.** Some of many scores are large by chance. What chance alone does is seen by flipping the signs of rows: if
-a head's score has no tendency, its rows are as likely as their negatives. All heads keep their dependence on each
-other, and each keeps the best of its REMs. Heads are chosen up to the threshold at which the flips find, on average,
-no more than the allowed share of what is found (the false discovery rate). Only the first term counts here: a head
-that is better damped wants no recurrence.
+**Whether.** Some of many scores are large by chance. Flipping the signs of rows shows what chance alone does: if a
+head's score has no tendency, its rows are as likely as their negatives. Flips keep the dependence between heads, and
+each head keeps the best of its REMs. Heads are chosen up to the threshold at which the flips find, on average, no more
+than the allowed share of what is found (the false discovery rate). Only the first term counts here: a head that is
+better off damped wants no recurrence.
 
 **Which.** Of the REMs beyond the threshold, a head gets the one whose whole derivative is the surest.
 
 **How much.** The second derivative of a mean of log-likelihoods is about their Fisher information: the variance of one
-term's derivative, so that of a row times its number of terms. A Newton step is then −derivative / second derivative.
+term's derivative, so that of a row's times its number of terms. A Newton step is −derivative / second derivative.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rsa_hf.config import HeadConfig
 from rsa_hf.rem import lag_weights
 
 FLIPS = 50
-FIRST_STEP = 0.35  # of a Newton step of one head, when it is chosen
-LARGEST_GROWTH = 2.0  # of a share in one step, relative to it
+FIRST_STEP = 0.35  # part of a Newton step that a head takes when it is chosen
+LARGEST_GROWTH = 2.0  # of a share in one step, relative to the share
 WIDEST_GATE = 0.9
 
 
@@ -46,7 +46,7 @@ def fixed_rem(kind: str, decay: float, theta: float = 0.0, dilation: int = 1) ->
 
 
 def short_rem(decay: float, mass: float) -> HeadConfig:
-    """A regular REM of `NUM_FREE_LAGS` free weights, in proportion to those of λ, and of that mass together."""
+    """A regular REM of `NUM_FREE_LAGS` free weights, in proportion to the powers of `decay`, with `mass` in total."""
     powers = [decay**k for k in range(1, NUM_FREE_LAGS + 1)]
     scale = mass / sum(map(abs, powers))
     return replace(fixed_rem("regular", 0.0), free_lags=tuple(scale * power for power in powers))
@@ -57,7 +57,7 @@ _SHORT, _LONG = (0.1, 0.2, 0.3, 0.4), (0.5, 0.6, 0.7, 0.8, 0.9)
 _MASSES = (0.1, 0.3, 1.0, 4.0)  # of the short ones
 _ANGLES = (math.pi / 8, math.pi / 4, math.pi / 2, 3 * math.pi / 4)
 
-# The REMs that are tried on every head: regular ones of both signs, the short ones of several masses; cyclical pairs;
+# The REMs that are tried on every head: regular ones of both signs, short ones with several masses; cyclical pairs;
 # and regular ones that see every d-th position.
 DICTIONARY = (
     *(short_rem(sign * size, mass) for sign, size, mass in itertools.product((1, -1), _SHORT, _MASSES)),
@@ -102,22 +102,22 @@ class Scores:
         return [rows.mean(0) for rows in self.whole]
 
     def of(self, rows: Tensor) -> Scores:
-        """The scores of some rows, by their indices or truth values."""
+        """The scores of some rows, given by their indices or as a boolean mask."""
         recurrence, whole = ([layer[rows] for layer in each] for each in (self.recurrence, self.whole))
         return Scores(recurrence, whole, self.masses, self.terms)
 
 
 @dataclass
 class Choice:
-    """A head that is chosen, and the share a = g · mass of its REM, which moves to where its derivative vanishes."""
+    """A chosen head, and the share a = g · mass of its REM, which moves to where its derivative vanishes."""
 
     layer: int
     head: int
-    rem: int  # place of its REM in the dictionary
+    rem: int  # index of its REM in the dictionary
     mass: float  # of the REM
     certainty: float  # by how many standard errors the recurrence's derivative is below zero
     derivative: float  # of the loss with respect to the share, without any heads
-    curvature: float  # about the second derivative
+    curvature: float  # approximately the second derivative
 
     def __post_init__(self) -> None:
         # All heads move at once, and change each other's derivatives: a whole step would be too far.
@@ -139,7 +139,7 @@ class Choice:
 
 
 def score(gradients: Gradients, directions: list[bool]) -> Scores:
-    """The scores of all heads. `directions` says of each layer whether its REMs are masked, or have twice the mass."""
+    """The scores of all heads. `directions`: whether a layer's REMs are masked; if not, they have twice the mass."""
     recurrence, whole, masses = [], [], []
     for by_lag, by_attention, causal in zip(gradients.lags, gradients.attention, directions, strict=True):
         weights, mass = unit_weights(by_lag.shape[-1])
@@ -153,7 +153,7 @@ def score(gradients: Gradients, directions: list[bool]) -> Scores:
 
 
 def in_errors(of_rows: list[Tensor]) -> list[Tensor]:
-    """Means over rows [N, …] in standard errors.
+    """Means over rows [N, …] in units of their standard errors.
 
     Standard errors over few rows are themselves uncertain. So each variance is averaged with the median variance of
     all heads for the REM, as in a moderated t statistic (Smyth, 2004).
@@ -165,9 +165,9 @@ def in_errors(of_rows: list[Tensor]) -> list[Tensor]:
 
 
 def choose(scores: Scores, false_discoveries: float, generator: torch.Generator) -> list[Choice]:
-    """The heads whose loss recurrence would lower, the surest first.
+    """The heads on which recurrence would lower the loss, the surest first.
 
-    `false_discoveries` is the share of them that may be there by chance. The generator draws the flips.
+    `false_discoveries` is the share of them that may be chosen by chance. The generator draws the flips.
     """
     found = in_errors(scores.recurrence)
     best = torch.cat([z.amin(-1) for z in found])
@@ -178,7 +178,7 @@ def choose(scores: Scores, false_discoveries: float, generator: torch.Generator)
         flipped = in_errors([layer * signs[:, None, None] for layer in scores.recurrence])
         by_chance += [z.amin(-1) for z in flipped]
     order = best.argsort()
-    # How many heads the flips have at or below the score of each head, on average.
+    # How many heads score at or below each head under the flips, on average.
     expected = torch.searchsorted(torch.cat(by_chance).sort().values, best[order], right=True) / FLIPS
     allowed = expected <= false_discoveries * torch.arange(1, len(order) + 1, device="cpu")
     count = int(allowed.nonzero().max()) + 1 if bool(allowed.any()) else 0
@@ -191,7 +191,7 @@ def choose(scores: Scores, false_discoveries: float, generator: torch.Generator)
         rem = int(torch.where(found[layer][head] <= threshold, whole[layer][head], torch.inf).argmin())
         of_rows, mass = scores.whole[layer][:, head, rem], float(scores.masses[layer][rem])
         derivative, curvature = float(of_rows.mean()), scores.terms * float(of_rows.var())
-        # A head may be harmed by what its gate damps more than it gains.
+        # A head may lose more from what its gate damps than it gains.
         if derivative < 0 < curvature:
             certainty = -float(found[layer][head, rem])
             chosen.append(Choice(layer, head, rem, mass, certainty, derivative, curvature))

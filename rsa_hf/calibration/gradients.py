@@ -5,7 +5,7 @@ P[t, s] = f(t − s). With G = ∂loss/∂out, as one backward pass gives it for
 
     ∂loss/∂g = Σ_τ f(τ) c(τ) − d,    c(τ) = Σ_t ⟨G_t, V_{t−τ}⟩,    d = Σ_t ⟨G_t, A_t⟩.
 
-c and d do not depend on f. So one pass tells the derivatives for every REM and, by the chain rule, for its rates.
+c and d do not depend on f. So one pass gives the derivatives for every REM and, by the chain rule, for its rates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KNOWS_LITTLE = 0.95  # share of the loss of a constant guess
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one pass over N rows says of each layer. Sums over rows are derivatives of the mean loss, times N."""
+    """What one pass over N rows says about each layer. Sums over rows are derivatives of the mean loss, times N."""
 
     lags: list[Tensor]  # c(τ) of each layer, [N, H, S]; S is the length of its longest row
     attention: list[Tensor]  # d of each layer, [N, H]
@@ -46,7 +46,7 @@ class Gradients:
 
 
 class ProbedModel:
-    """An unpatched model whose layers can be given RSA heads and asked for gradients; as it was on exit."""
+    """An unpatched model whose layers can be given RSA heads and asked for gradients; it is restored on exit."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -81,10 +81,10 @@ class ProbedModel:
         return [probe.causal for probe in self.probes]
 
     def train_head(self, batches: Sequence[Mapping[str, Any]], steps: int) -> int:
-        """Train what the model has beside its base, if it is a classifier that knows no more than the label counts.
+        """Train all of the model but its base, if it is a classifier that knows no more than the label counts.
 
-        The loss of a new head says little of the layers below it. The head is put back on exit. Returns the number of
-        steps of AdamW that were taken, 0 for a model that needs none.
+        The loss of a new head says little about the layers below it. The head is restored on exit. Returns the number
+        of AdamW steps that were taken, 0 for a model that needs none.
         """
         if not self._guesses(batches):
             return 0
@@ -167,7 +167,7 @@ class ProbedModel:
 
 
 def take_rows(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Some rows of a batch, by their indices; what has no row for each stays as it is."""
+    """Some rows of a batch, by their indices; values without an entry for each row stay as they are."""
     count = find_batch_size(batch)
 
     def has_rows(value: Any) -> bool:

@@ -118,7 +118,7 @@ def run_calibration(
     with (
         torch.inference_mode(False),  # turns gradients on, after no_grad too
         torch.autocast(model.device.type, enabled=False),
-        torch.device("cpu"),  # where tensors are made here, whatever the default device
+        torch.device("cpu"),  # tensors are made here on the CPU, whatever the default device
         ProbedModel(model) as probed,
         tqdm(total=2 + (FOLDS + 1) * how.gate_passes, disable=not progress) as bar,
     ):
@@ -131,7 +131,7 @@ def run_calibration(
         bar.update()
 
         def fit(chosen: Tensor, moves: int) -> list[Choice]:
-            """Choose heads on some rows, given as truth values, and size their gates on these."""
+            """Choose heads on some rows, given as a boolean mask, and set their gates on the same rows."""
             found = scores.of(chosen)
             generator = torch.Generator().manual_seed(seed)
             heads = choose(found, how.false_discoveries, generator)
@@ -143,7 +143,7 @@ def run_calibration(
                 bar.update()
             return [head for head in heads if head.share > 0]
 
-        # By which the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
+        # How much the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
         gains, damped = torch.zeros(2, rows, dtype=torch.float32)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold
@@ -172,7 +172,7 @@ def run_calibration(
 
 
 def _rows_needed(rows: int, gain: float, error: float) -> int | None:
-    """With how many rows a gain like this would be certain. A loss says nothing of it, but few rows prove nothing."""
+    """The number of rows that would make such a gain certain. A loss does not tell it, but few rows prove nothing."""
     needed = max(USUAL_ROWS, math.ceil(rows * (CERTAIN * error / gain) ** 2) if gain > 0 else 0)
     return needed if needed > rows else None
 
@@ -214,6 +214,6 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
 
 
 def _some(batches: list[dict[str, Any]], chosen: Tensor) -> list[dict[str, Any]]:
-    """Batches of some of the rows, given as truth values."""
+    """Batches of some of the rows, given as a boolean mask."""
     parts = zip(batches, chosen.split([find_batch_size(batch) for batch in batches]), strict=True)
     return [take_rows(batch, of_batch.nonzero()[:, 0]) for batch, of_batch in parts if of_batch.any()]
