@@ -1,6 +1,6 @@
 """The command line `rsa-hf`, one file per command.
 
-A user's mistake (a ValueError, OSError or ImportError), and a loss that diverges, print one line on stderr and exit
+A user's mistake (a ValueError, OSError or ImportError) or a loss that diverges prints one line on stderr and exits
 with code 2. Any other error keeps its traceback and exits with code 1. Commands import what they need when they run,
 so that `rsa-hf --help` answers at once.
 """
@@ -53,7 +53,7 @@ def _about(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command, by default the process's own, and exit: 0, 2 after a user's mistake, or its own code."""
+    """Run a command, by default this process's own, and exit with 0, 2 after a user's mistake, or its own code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack σ or θ
     with exit_on_error():

@@ -23,7 +23,7 @@ def audit(
 
     Copies within and across splits, contradictory labels, the share of defective functions, what is cut at
     max_seq_length if a tokenizer_name or model_name_or_path is given, and the scores of a detector that counts words.
-    Of the keys of a run, those of the data are used.
+    Uses a run's keys for the data.
 
     Example: rsa-hf audit --train_file train.jsonl --validation_file valid.jsonl --test_file test.jsonl
     """

@@ -37,9 +37,9 @@ def calibrate(
 ) -> None:
     """Put RSA heads where they help a pretrained model on a text or on the data of a run, and save it if they do.
 
-    Nothing is trained but the gates. OUT gets the patched model, its tokenizer, a model card, and what was found:
-    calibration.json and, with matplotlib, calibration.png. Nothing is written if no gain can be shown on rows that the
-    choice has not seen.
+    Only the gates are trained. OUT gets the patched model, its tokenizer, a model card, and what was found:
+    calibration.json and, with matplotlib, calibration.png. Nothing is written if no gain can be shown on held-out
+    rows.
 
     Example: rsa-hf calibrate openai-community/gpt2 outputs/gpt2-calibrated --text corpus.txt
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print `error: …` and exit with code 2 where settings, files or packages do not fit, or training diverges."""
+    """Print `error: …` and exit with code 2 if settings, files or packages do not fit, or training diverges."""
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError) as error:
@@ -29,7 +29,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def install_hooks() -> None:
-    """Do what `import rsa_hf` does outside of the command line, and switch off transformers' progress bars."""
+    """Do what `import rsa_hf` does outside the command line, and switch off transformers' progress bars."""
     from rsa_hf.integration import install
 
     install()
@@ -39,7 +39,7 @@ def install_hooks() -> None:
 
 
 def load_checkpoint(name: str) -> PreTrainedModel:
-    """Load a model, by any name, with the class it was saved with; the base model where config.json names no class.
+    """Load a model, by any name, as the class it was saved with; the base model if config.json names no class.
 
     Damaged files make transformers raise errors of any type, so all are reported as a ValueError.
     """
@@ -77,7 +77,7 @@ def task_module(task: str) -> Any:
 
 
 def help_with_keys(task: str) -> Any:
-    """The option --help of a command that takes the keys of a task's runs: it also prints these, and exits."""
+    """The option --help of a command that takes the keys of a task's runs: it also prints the keys, then exits."""
 
     def show(context: typer.Context, wanted: bool) -> None:
         if wanted:

@@ -31,7 +31,7 @@ Finding = tuple[str, str, str]
 
 
 def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; an exception that ends it is the last one."""
+    """The findings of a check; an exception that ends the check is the last finding."""
     try:
         yield from check()
     except Exception as error:
@@ -46,8 +46,8 @@ def doctor(
 ) -> None:
     """Show versions, backends, hooks and devices, and check a small model. Exits with 1 if a check fails.
 
-    --model also checks a model of yours, patched or not: shut gates change no bit, later tokens do not change earlier
-    outputs, a cache and padding change nothing, and a saved model loads as it was. The model's files are only read. A
+    --model also checks your model, patched or not: shut gates do not change a bit, later tokens do not change earlier
+    outputs, a cache and padding change nothing, and a saved model loads unchanged. The model's files are only read. A
     temporary folder needs room for one copy.
 
     Example: rsa-hf doctor --model openai-community/gpt2

@@ -35,11 +35,11 @@ def defect(
     threshold: Threshold = None,
     _: Annotated[bool, help_with_keys("defect")] = False,
 ) -> None:
-    """Score a defect detector; as JSON: rsa-hf evaluate defect MODEL [CONFIG] [--key value …].
+    """Score a defect detector, as JSON: rsa-hf evaluate defect MODEL [CONFIG] [--key value …].
 
-    Accuracy, F1 and MCC at the threshold 0.5 and at the one of the option, areas under the ROC and precision-recall
-    curves, and the majority class to compare with. Of the keys of a run, those of the data to score and
-    per_device_eval_batch_size are used.
+    Prints accuracy, F1 and MCC at the threshold 0.5 and at --threshold, the areas under the ROC and precision-recall
+    curves, and the accuracy of the majority class for comparison. Uses a run's keys for the data to score, and
+    per_device_eval_batch_size.
 
     Example: rsa-hf evaluate defect outputs/defect_minilm configs/defect_minilm_embedded.yaml
     """
@@ -52,8 +52,8 @@ def lm(
 ) -> None:
     """Score a language model: rsa-hf evaluate lm MODEL [CONFIG] [--key value …].
 
-    Bits per byte, perplexity per word and per token; as JSON, null for infinity. Of the keys of a run, those of the
-    data to score, tokenizer_name and per_device_eval_batch_size are used.
+    Prints bits per byte and perplexity per word and per token as JSON, with null for infinity. Uses a run's keys for
+    the data to score, tokenizer_name and per_device_eval_batch_size.
 
     Example: rsa-hf evaluate lm outputs/lm_bytes configs/lm_bytes_embedded.yaml --split validation
     """

@@ -56,7 +56,7 @@ def new_folder(name: str, overwrite: bool) -> Path:
 
 
 def _config_of(plan: str) -> RSAConfig:
-    """The config that settings give, or those of a file."""
+    """The config that settings give, directly or in a file."""
     from rsa_hf.config import RSAConfig
     from rsa_hf.utils.yaml import read_yaml
 

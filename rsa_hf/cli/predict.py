@@ -20,11 +20,11 @@ def predict(
     output: Annotated[str | None, typer.Option(help="A file to write to. Default: standard output.")] = None,
     _: Annotated[bool, help_with_keys("defect")] = False,
 ) -> None:
-    """Score functions without labels by a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
+    """Score functions without labels with a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
 
     Writes a line of JSON for each function: idx, its own or its place; score, the probability of a defect; and label,
-    clean or defective by the threshold that the model's run chose. Of the keys of a run, text_column_name, how
-    functions are cut, and per_device_eval_batch_size are used.
+    clean or defective by the threshold that the model's run chose. Uses a run's keys text_column_name, those for how
+    functions are cut, and per_device_eval_batch_size.
 
     Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
     """

@@ -8,7 +8,7 @@ import typer
 
 from rsa_hf.run import run as run_program
 
-# Keyword arguments of `app.command`: all that follows PROGRAM belongs to the program, its --help too.
+# Keyword arguments of `app.command`: everything after PROGRAM belongs to the program, even --help.
 PASS_THROUGH: Any = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 
 
