@@ -1,4 +1,4 @@
-"""PEFT adapters that hold gates and rates, with LoRA or any other method or alone.
+"""PEFT adapters that hold gates and rates: with LoRA, with any other method, or alone.
 
     model = rsa_hf.peft.get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"), RSAConfig())
     model.save_pretrained("adapter")                 # PEFT's own method, as are load_adapter, push_to_hub, …
@@ -161,7 +161,7 @@ def load(
 
 @contextmanager
 def _restored_on_error(model: PreTrainedModel, was_patched: bool) -> Iterator[None]:
-    """After an error take PEFT's layers off the model again, and its RSA heads where it was plain.
+    """After an error, remove PEFT's layers from the model again, and its RSA heads if it was plain.
 
     PEFT replaces one module after the other, and may fail at any of them.
     """

@@ -61,7 +61,7 @@ def plot_rem(model_or_report: nn.Module | RSAReport, path: str | Path) -> None:
     columns = min(n, 4 if n <= 16 else 8)
     rows = math.ceil(n / columns)
     heads = [head for layer in report.layers for head in layer.heads]
-    # Where nine of ten heads have fallen to a twentieth.
+    # The lag at which nine of ten heads have fallen to a twentieth.
     reach = 4.3 * sorted(head.half_life for head in heads)[int(0.9 * (len(heads) - 1))]
     end = math.ceil(min(max(reach, SHORTEST), LONGEST))
     signed = any(head.kind != "regular" or head.decay < 0 for head in heads)
@@ -104,7 +104,7 @@ def plot_training_curves(
 
 
 def plot_confusion(labels: Sequence[int], predictions: Sequence[int], path: str | Path) -> None:
-    """Draw the confusion matrix of a defect detector, by scikit-learn.
+    """Draw the confusion matrix of a defect detector, with scikit-learn.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -121,7 +121,7 @@ def plot_confusion(labels: Sequence[int], predictions: Sequence[int], path: str 
 
 @contextmanager
 def saved_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a figure of that many inches; save it when the block ends without an error."""
+    """Yield a figure of the given size in inches; save it when the block ends without an error."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

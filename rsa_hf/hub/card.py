@@ -37,7 +37,7 @@ TASKS = {  # by the end of the class's name
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
 }
-# The Hub's metrics, with the names that scores have where they differ. Others are in the card's table alone.
+# The Hub's metric for each name of a score. Scores with other names are only in the card's table.
 METRICS = {name: name for name in ("accuracy", "f1", "roc_auc", "average_precision", "perplexity", "bits_per_byte")}
 METRICS |= dict.fromkeys(("matthews_correlation", "mcc"), "matthews_correlation")
 METRICS |= dict.fromkeys(("token_perplexity", "word_perplexity"), "perplexity")
@@ -136,7 +136,7 @@ def write_card(
 
 
 def clear_card(folder: str | os.PathLike[str]) -> None:
-    """Take rsa_hf's part and its tags out of the card in a folder where a plain model is saved."""
+    """Remove rsa_hf's part and its tags from the card in a folder where a plain model is saved."""
     path = Path(folder) / CARD
     if not path.exists() or not _SECTION.search(present := path.read_text(encoding="utf-8")):
         return
@@ -153,7 +153,7 @@ def _merged(present: str, new: ModelCard) -> str:
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"the metadata at the head of {CARD} is invalid: {error}") from error
     [section] = _SECTION.findall(new.text)
-    # A function as replacement: backslashes of the section are not escapes.
+    # A function as replacement, so that backslashes in the section are not escapes.
     body, found = _SECTION.subn(lambda _: section, card.text, count=1)
     card.text = body if found else f"{card.text.rstrip()}\n\n{section}\n"
     data: dict[str, Any] = new.data.to_dict()  # type: ignore[no-untyped-call]

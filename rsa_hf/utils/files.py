@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replace a file atomically, by what the block writes to the temporary path beside it, unless it fails.
+    """Replace a file atomically with what the block writes to a temporary path next to it, unless the block fails.
 
-    A link stays one to the new file; what is no file, such as /dev/stdout, is written to.
+    A link stays a link, to the new file; what is not a file, such as /dev/stdout, is written to directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():

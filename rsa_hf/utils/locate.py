@@ -17,7 +17,7 @@ def expanded(path: str) -> str:
 def locate(name: str) -> str:
     """What `from_pretrained` takes: the folder of `package:NAME/FOLDER` in an installed package, else `expanded`.
 
-    A ValueError: there is no such package, or folder.
+    A ValueError if there is no such package or folder.
     """
     if not name.startswith(PREFIX):
         place = expanded(name)

@@ -25,7 +25,7 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that is most like an unknown one; empty if none is."""
+    """A sentence with the known name that is most similar to an unknown one; empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -44,7 +44,7 @@ def percent(share: float) -> str:
 
 
 def finite_or_null(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None in a value or in nested mappings and lists."""
+    """Replace NaN and infinity, which JSON lacks, with None in a value or in nested mappings and lists."""
     if isinstance(value, dict):
         return {key: finite_or_null(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

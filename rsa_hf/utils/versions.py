@@ -1,4 +1,4 @@
-"""What the supported versions of transformers call differently."""
+"""Names that differ between the supported versions of transformers."""
 
 from __future__ import annotations
 

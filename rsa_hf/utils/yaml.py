@@ -34,9 +34,9 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML or JSON; a ValueError if it is not valid, or asks for other than plain values."""
+    """Read YAML or JSON; a ValueError if it is not valid, or asks for anything but plain values."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise errors of Python's own.
+        # A value that does not fit its tag, such as `!!bool x`, makes PyYAML raise Python's own errors.
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
