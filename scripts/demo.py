@@ -1,8 +1,8 @@
-"""The whole job once, on this machine, in a few minutes: `make demo`.
+"""The whole workflow once, on this machine, in a few minutes: `make demo`.
 
-1. Patch a real pretrained encoder (MiniLM, from the Python package index) and fine-tune it on defect detection; beside
-   it the same encoder without RSA heads: same data, steps, seed and learning rate.
-2. Save, reload in a new process, and see that every output is the same to the last bit.
+1. Patch a real pretrained encoder (MiniLM, from the Python package index) and fine-tune it on defect detection; do the
+   same without RSA heads, with the same data, steps, seed and learning rate.
+2. Save, reload in a new process, and check that every output is the same to the last bit.
 3. Show the learned decay curves and gates; the model card has them too.
 4. Train a byte-level language model from scratch, patched and plain, and draw both curves.
 
@@ -44,7 +44,7 @@ assert rsa_hf.is_patched(model) and torch.equal(found, expected), (found - expec
 
 
 def run(task: str, config: str, output: Path, *settings: str) -> dict:
-    """Train by the command line, which the demo prints; returns the results."""
+    """Train with the command line, which is printed; return the results."""
     words = ["train", task, os.path.relpath(CONFIGS / config), "--output_dir", str(output), *settings]
     print(f"\n$ rsa-hf {shlex.join(words)}", flush=True)
     started = time.monotonic()

@@ -72,8 +72,8 @@ def load_model(args):
     if tokenizer.pad_token is None:  # many decoders
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.model_max_length = args.max_length  # where pipelines cut functions
-    model.config.defect_detection = {"max_seq_length": args.max_length}  # and where rsa-hf predict and evaluate do
+    tokenizer.model_max_length = args.max_length  # pipelines cut functions to this
+    model.config.defect_detection = {"max_seq_length": args.max_length}  # and so do rsa-hf predict and evaluate
     if args.rsa != "none":  # RSA: before the optimiser is made
         patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
     return model, tokenizer
@@ -96,18 +96,18 @@ def evaluate(accelerator, model, loader):
     model.eval()
     predictions, labels = [], []
     for batch in loader:
-        # gather_for_metrics leaves out the functions that are repeated to give each process as many.
+        # gather_for_metrics drops the functions that are repeated to give every process the same number.
         both = accelerator.gather_for_metrics((model(**batch).logits.argmax(-1), batch["labels"]))
         predictions += both[0].tolist()
         labels += both[1].tolist()
     metrics = {"accuracy": accuracy_score, "f1": f1_score, "mcc": matthews_corrcoef}
     scores = {name: float(metric(labels, predictions)) for name, metric in metrics.items()}
-    # RSA: a few numbers that show where gates and rates are; under FSDP2 every process has to call it.
+    # RSA: a few numbers on gates and rates; under FSDP2, every process has to call it.
     return {**scores, **rsa_report(accelerator.unwrap_model(model)).scalars()}
 
 
 def save_checkpoint(accelerator, folder):
-    """Write under another name, then rename: a run killed meanwhile leaves no `step_*` that is incomplete."""
+    """Write under another name, then rename: a run that is killed meanwhile leaves no incomplete `step_*`."""
     unfinished = folder.with_name(f"unfinished_{folder.name}")
     accelerator.save_state(unfinished)
     accelerator.wait_for_everyone()
@@ -122,7 +122,7 @@ def main():
         cpu=not torch.accelerator.is_available(),  # otherwise processes without a GPU do not find each other
         log_with=args.report_to,
         project_dir=args.output_dir,
-        # The order of the data follows from seed and epoch alone, so a resumed run finds its place in it.
+        # The order of the data depends only on seed and epoch, so a resumed run finds its place in it.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
         step_scheduler_with_optimizer=False,  # otherwise Accelerate steps the scheduler once for each process
     )
@@ -131,7 +131,7 @@ def main():
     with accelerator.main_process_first():  # the others find the result in the cache
         functions = load_functions(args, tokenizer)
     # One batch of the loader is one step of the optimiser, cut into micro-batches in the loop below. The loaders have
-    # generators of their own: the global one, whose state is in the checkpoints, serves dropout alone.
+    # their own generators: the global one, which checkpoints save, is only for dropout.
     step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     pad = DataCollatorWithPadding(tokenizer)
     train_loader = DataLoader(
@@ -171,7 +171,7 @@ def main():
             step_loss, size = 0.0, args.per_device_train_batch_size
             for start in range(0, step_size, size):
                 part = {name: value[start : start + size] for name, value in batch.items()}
-                # Parts have equally many functions, so the mean over parts and processes is the mean over all.
+                # All parts have equally many functions, so the mean over parts and processes is the mean over all.
                 with accelerator.no_sync(model) if start + size < step_size else contextlib.nullcontext():
                     loss = model(**part).loss / args.gradient_accumulation_steps
                     accelerator.backward(loss)

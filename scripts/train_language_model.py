@@ -106,13 +106,13 @@ def evaluate(accelerator, model, loader):
     model.eval()
     losses = [accelerator.gather_for_metrics(token_losses(model, batch["input_ids"])) for batch in loader]
     loss = torch.cat(losses).double().mean()
-    # RSA: a few numbers that show where gates and rates are; under FSDP2 every process has to call it.
+    # RSA: a few numbers on gates and rates; under FSDP2, every process has to call it.
     scalars = rsa_report(accelerator.unwrap_model(model)).scalars()
     return {"eval_loss": loss.item(), "perplexity": loss.exp().item(), **scalars}
 
 
 def save_checkpoint(accelerator, folder):
-    """Write under another name, then rename: a run killed meanwhile leaves no `step_*` that is incomplete."""
+    """Write under another name, then rename: a run that is killed meanwhile leaves no incomplete `step_*`."""
     unfinished = folder.with_name(f"unfinished_{folder.name}")
     accelerator.save_state(unfinished)
     accelerator.wait_for_everyone()
@@ -127,7 +127,7 @@ def main():
         cpu=not torch.accelerator.is_available(),  # otherwise processes without a GPU do not find each other
         log_with=args.report_to,
         project_dir=args.output_dir,
-        # The order of the data follows from seed and epoch alone, so a resumed run finds its place in it.
+        # The order of the data depends only on seed and epoch, so a resumed run finds its place in it.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
         step_scheduler_with_optimizer=False,  # otherwise Accelerate steps the scheduler once for each process
     )
@@ -137,7 +137,7 @@ def main():
     with accelerator.main_process_first():  # the others find the result in the cache
         blocks = load_blocks(args, tokenizer, args.block_size or longest)
     # One batch of the loader is one step of the optimiser, cut into micro-batches in the loop below. The loaders have
-    # generators of their own: the global one, whose state is in the checkpoints, serves dropout alone.
+    # their own generators: the global one, which checkpoints save, is only for dropout.
     step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     train_loader = DataLoader(blocks["train"], step_size, shuffle=True, drop_last=True, generator=torch.Generator())
     eval_loader = DataLoader(blocks["validation"], args.per_device_eval_batch_size, generator=torch.Generator())
@@ -171,7 +171,7 @@ def main():
         for batch in itertools.islice(accelerator.skip_first_batches(train_loader, done), max_steps - step):
             step_loss, parts = 0.0, batch["input_ids"].split(args.per_device_train_batch_size)
             for i, ids in enumerate(parts):
-                # Parts have equally many tokens, so the mean over parts and processes is the mean over all tokens.
+                # All parts have equally many tokens, so the mean over parts and processes is the mean over all tokens.
                 with accelerator.no_sync(model) if i < len(parts) - 1 else contextlib.nullcontext():
                     loss = token_losses(model, ids).mean() / len(parts)
                     accelerator.backward(loss)
