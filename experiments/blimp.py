@@ -1,4 +1,4 @@
-"""BLiMP, scored by lm-eval, of SmolLM2-135M-Instruct: plain, patched with shut gates, first heads, calibrated.
+"""BLiMP, scored by lm-eval, for SmolLM2-135M-Instruct: plain, patched with shut gates, first heads, calibrated.
 
 It needs the packages that `make blimp` installs; RSA_HF_DATA/blimp/blimp.jsonl.xz holds all pairs as JSON lines. The
 tasks are lm-eval's own, on the first pairs of each paradigm. Nothing is trained: the last models are where fine-tuning

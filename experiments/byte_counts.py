@@ -1,8 +1,8 @@
-"""Counts of bytes as a language model: what a model of bytes should beat.
+"""Counts of bytes as a language model: what a byte-level model should beat.
 
 The probability of a byte b after the last n bytes h is mixed with that after the last n − 1, h′ (Witten and Bell,
 1991): p(b | h) = (count(hb) + kinds(h) p(b | h′)) / (count(h) + kinds(h)), where kinds(h) is the number of different
-bytes after h, and without counts p(b) = 1/256.
+bytes after h. Without counts, p(b) = 1/256.
 """
 
 from __future__ import annotations

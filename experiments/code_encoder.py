@@ -1,8 +1,8 @@
-"""Masked language modelling of code: encoders from scratch, whose loss is compared here and which `defect` fine-tunes.
+"""Masked language modelling of code: losses of encoders trained from scratch, which `defect` then fine-tunes.
 
-RoBERTa's architecture, with learned positions, and its tokenizer, cut to the tokens that occur, on the C functions of
-Devign's training split and on Python's standard library (a pinned version). A seed decides the first weights, the
-order of the blocks and the masks.
+The encoders have RoBERTa's architecture, with learned positions, and its tokenizer, cut to the tokens that occur. They
+are trained on the C functions of Devign's training split and on Python's standard library (a pinned version). A seed
+decides the initial weights, the order of the blocks and the masks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The comparisons of README: a table between two markers, and a forest plot of the same numbers.
+"""The comparisons in the README: a table between two markers, and a forest plot of the same numbers.
 
 Both are written by `python -m experiments report` from the stored runs of `confirmation`, `rivals` and `calibrate`.
 RSA is compared with the plain model and with its best rival on a text: differences of scores, RSA minus the other,
-lower is better. Which are better or worse is decided for all of the table together (Holm's correction, 5 %).
+lower is better. Which are better or worse is decided for the whole table together (Holm's correction, 5 %).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Memories to compare REMs with: RSA heads with an f(τ) that rsa_hf does not have, computed with a dense P.
 
-* `amplitude`: f(τ) = Re(c z^{τ−1}) (`rsa_hf/rem.py`) with a learned complex c, from the paper's on.
-* `unit lag`: the same with c = 1, of sin heads −i: the last token has the weight 1.
-* `kernel`: a learned weight for each of the first K lags, from the REM's on, and 0 beyond: a short convolution, for
-  K = 1 a token shift.
+* `amplitude`: f(τ) = Re(c z^{τ−1}) (`rsa_hf/rem.py`) with a learned complex c that starts at the paper's.
+* `unit lag`: the same with c = 1, or −i for sin heads: the last token has the weight 1.
+* `kernel`: a learned weight for each of the first K lags, initialised from the REM, and 0 beyond: a short convolution;
+  for K = 1, a token shift.
 * `nothing`: f = 0, so that gates only damp attention.
 
-Amplitudes and kernels learn at the pace of the weights, gates and rates `parameter_scale` times as fast. Rows are not
-padded, and there is no cache.
+Amplitudes and kernels have the weights' learning rate; gates and rates learn `parameter_scale` times as fast. Rows are
+not padded, and there is no cache.
 """
 
 from __future__ import annotations

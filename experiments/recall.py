@@ -1,4 +1,4 @@
-"""Associative recall: how soon a model from scratch names the value that a key was paired with.
+"""Associative recall: how soon a model trained from scratch names the value that a key was paired with.
 
 A row has key-value pairs, and then each key once more at random places between blanks; where a key is repeated, the
 model has to name its value (multi-query associative recall: Arora et al., 2023, Zoology). A Llama with two layers can

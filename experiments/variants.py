@@ -3,16 +3,16 @@
 * `plain`: the model as it is.
 * `two free lags`: `RSAConfig.from_scratch`.
 * `paper's form`: the same without free lags: all heads in cyclical pairs of the paper's REMs.
-* `rsa`: as that, with gates and rates that learn 20 times as fast as the weights, as `RSAConfig()` has them.
-* `no recurrence`: as `rsa` with P = 0, so that gates only damp attention.
-* `short convolution`: learned weights for the last four tokens in place of a REM; `token shift`: for the last one;
-  `learned toeplitz`: for all. They learn as fast as the weights, their gates 20 times as fast.
+* `rsa`: the paper's form, with gates and rates that learn 20 times as fast as the weights, as with `RSAConfig()`.
+* `no recurrence`: `rsa` with P = 0, so that gates only damp attention.
+* `short convolution`: learned weights for the last four tokens instead of a REM; `token shift`: for the last one;
+  `learned toeplitz`: for all. They learn as fast as the weights, and their gates 20 times as fast.
 
 And positions, with or without RSA:
 
-* `linear biases`: ALiBi (Press et al., 2022) in place of the model's own positions.
-* `rotary`, `sinusoidal`: those positions in place of a GPT-2's learned ones.
-* `two free lags without positions`: RSA in place of positions.
+* `linear biases`: ALiBi (Press et al., 2022) instead of the model's own positions.
+* `rotary`, `sinusoidal`: these positions instead of GPT-2's learned ones.
+* `two free lags without positions`: RSA instead of positions.
 
 Some replace the RSA heads (`forms.py`): rows are not padded, and there is no cache.
 """
