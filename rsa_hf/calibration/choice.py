@@ -17,7 +17,7 @@ better off damped wants no recurrence.
 **Which.** Of the REMs beyond the threshold, a head gets the one whose whole derivative is the surest.
 
 **How much.** The second derivative of a mean of log-likelihoods is about their Fisher information: the variance of one
-term's derivative, so that of a row's times its number of terms. A Newton step is −derivative / second derivative.
+term's derivative, so a row's variance times its number of terms. A Newton step is −derivative / second derivative.
 """
 
 from __future__ import annotations

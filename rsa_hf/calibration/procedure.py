@@ -172,7 +172,7 @@ def run_calibration(
 
 
 def _rows_needed(rows: int, gain: float, error: float) -> int | None:
-    """The number of rows that would make such a gain certain. A loss does not tell it, but few rows prove nothing."""
+    """How many rows would make such a gain certain. A gain below 0 does not tell it, but few rows prove nothing."""
     needed = max(USUAL_ROWS, math.ceil(rows * (CERTAIN * error / gain) ** 2) if gain > 0 else 0)
     return needed if needed > rows else None
 

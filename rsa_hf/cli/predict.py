@@ -23,8 +23,8 @@ def predict(
     """Score functions without labels with a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
 
     Writes a line of JSON for each function: idx, its own or its place; score, the probability of a defect; and label,
-    clean or defective by the threshold that the model's run chose. Uses a run's keys text_column_name, those for how
-    functions are cut, and per_device_eval_batch_size.
+    clean or defective by the threshold that the model's run chose. Of a run's keys, it uses text_column_name, those
+    for cutting functions, and per_device_eval_batch_size.
 
     Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
     """

@@ -114,7 +114,7 @@ def evaluate_language_model(
 
 @contextmanager
 def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Change entries of a model's config for a while: those in its `memory_settings`, which every call reads."""
+    """Change entries of a model's config for a while, only its `memory_settings`, which every call reads."""
     allowed = list(getattr(model, "memory_settings", ()))
     if unknown := [name for name in settings if name not in allowed]:
         raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")

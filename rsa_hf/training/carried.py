@@ -50,7 +50,7 @@ class CarriedState:
     def mean_loss(self, model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         """Mean next-token loss of a segment, `input_ids` and `shift_labels`, [B, T]; updates the state of its tracks.
 
-        `micro_batch` is the index of the micro-batch in its step; it continues the same one of the step before.
+        `micro_batch` is the index of the micro-batch in its step; it continues the one with this index a step before.
         """
         outputs = model(**batch, **{self.name: self._states.get(micro_batch)})
         self._states[micro_batch] = carried_from(outputs, self.name)

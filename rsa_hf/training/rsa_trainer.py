@@ -128,7 +128,7 @@ class RSATrainer(Trainer):
         missing = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-    # The memory is saved and loaded with the states of the random generators, which a process needs too to continue.
+    # The memory is saved and loaded with the states of the random generators, which a process also needs to continue.
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

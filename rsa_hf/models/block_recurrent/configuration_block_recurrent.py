@@ -34,7 +34,7 @@ class BlockRecurrentConfig(SegmentConfig):
     d_head: int = 128  # width of a head D
     d_inner: int = 4096  # inner width of the feed-forward layers
     n_layer: int = 12
-    window_size: int = 512  # tokens W between two updates of the state; also the positions a token sees, with its own
+    window_size: int = 512  # tokens W between two updates of the state; a token sees W positions, its own included
     recurrent_layers: list[int] | tuple[int, ...] = (-3,)  # their indices; empty: Transformer-XL with a window
     num_state_vectors: int = 512  # N, in each recurrent layer
     cell: str = "skip"

@@ -208,10 +208,10 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         """Hidden states of a segment, which may begin and end within a chunk.
 
         For the arguments, see `rsa_hf.models.segments`; `inputs_embeds` are scaled already. Padding may stand on
-        either side or between tokens, and belongs to no chunk. The state is the state vectors, [B, N, n]; then, of
-        the unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K,
-        D], and how many each row has, [B]. `hidden_states` are the fast stream's input and the output of each of its
-        layers, the last one normalised.
+        either side or between tokens, and belongs to no chunk. The state is the state vectors, [B, N, n]; then, of the
+        unfinished chunk, X̄ of its tokens, [B, K, n], their keys and values in each layer, [B, layers, 2, H, K, D],
+        and how many tokens each row has, [B]. `hidden_states` are the fast stream's input and the output of each of
+        its layers, the last one normalised.
         """
         embedded = self.embed(lambda tokens: self.embeddings(tokens) * self.scale, input_ids, inputs_embeds)
         config, (B, T, n), device = self.config, embedded.shape, embedded.device
