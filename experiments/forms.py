@@ -1,7 +1,7 @@
 """Memories to compare REMs with: RSA heads with an f(τ) that rsa_hf does not have, computed with a dense P.
 
 * `amplitude`: f(τ) = Re(c z^{τ−1}) (`rsa_hf/rem.py`) with a learned complex c that starts at the paper's.
-* `unit lag`: the same with c = 1, or −i for sin heads: the last token has the weight 1.
+* `unit lag`: the same with c = 1, or −i for sin heads: the last token has the weight 1, or 0 for sin heads.
 * `kernel`: a learned weight for each of the first K lags, initialised from the REM, and 0 beyond: a short convolution;
   for K = 1, a token shift.
 * `nothing`: f = 0, so that gates only damp attention.

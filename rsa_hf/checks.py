@@ -353,7 +353,8 @@ CHECKS = {check.__name__.removeprefix("check_"): check for check in (*OF_BITS, *
 def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
     """Run all checks on a model; for each, yield "ok", "FAIL" or "note" (it does not apply), its name, and a line.
 
-    A plain model gets RSA heads; afterwards the model is float32. Raises a ValueError if it takes no text.
+    A plain model gets RSA heads; afterwards the model is float32, unless it is quantised. Raises a ValueError if it
+    takes no text.
     """
     model.eval()
     inputs = _random_inputs(model)

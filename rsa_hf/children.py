@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.config import LayerSpec
 from rsa_hf.layer import RSAHeads
 
-# transformers searches parameter names for this pattern while it loads; its own tests want it to end with them.
+# transformers searches parameter names for this pattern while it loads; its own tests want it to match their ends.
 _KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta|free_lags)$"
 
 Model = TypeVar("Model", bound=nn.Module)

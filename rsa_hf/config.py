@@ -328,7 +328,7 @@ def _logit(p: float) -> float:
 
 # --- what each field takes ------------------------------------------------------------------------------------------
 
-# The type, minimum and maximum of each field. Larger values occur in no model, or leave float32 when stored.
+# The type, minimum and maximum of each field. Larger values occur in no model, or overflow float32 when stored.
 _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(COUNTS, (int, 0, MAX_HEADS)),
     **dict.fromkeys(("layers", "layer", "head", "pair"), (int, 0, MAX_HEADS - 1)),

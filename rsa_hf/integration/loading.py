@@ -81,8 +81,8 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     time axis. In torch, transformers and this package the module that computes attention is the innermost one that has
     weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
     `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
-    interface. Cross-attention often has the class of self-attention, and is recognised by the module's name alone.
-    DeepSeek V4's `compressor` adds keys that are no tokens once a text is long.
+    interface. Cross-attention often has the class of self-attention: names and `is_cross_attention` tell it.
+    DeepSeek V4's `compressor` adds keys that are not tokens once a text is long.
     Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
     """
     kind = type(module)

@@ -44,7 +44,7 @@ def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tens
     # Not read as an attribute: a config whose layers differ refuses that.
     of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
     if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
-        return None  # a graph or a transform has no values to look at
+        return None  # a window drops keys; a graph or a transform has no values to look at
     return positions
 
 

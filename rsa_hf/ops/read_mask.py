@@ -93,9 +93,9 @@ def read_attention_mask(
 def flash_document_ids(attention: Tensor, value: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
     """Document ids of packed documents, [1, S], from flash attention's keywords; None if there is one document.
 
-    The keywords are `cu_seq_lens_q`, the start of each document and the end of the last; or `position_ids`, [1, T],
-    which restart with each document (at their minimum: RoBERTa's is not 0). Packed documents in several rows or after
-    cached keys are a NotImplementedError.
+    The keywords are `cu_seq_lens_q`, the start of each document and the end of the last, which raises a
+    NotImplementedError for several rows or after cached keys; or `position_ids`, [1, T], which restart with each
+    document (at their minimum: RoBERTa's is not 0) and mark none for several rows or after cached keys.
     """
     (B, T), S = attention.shape[:2], value.shape[2]
     ends = keywords.get("cu_seq_lens_q", keywords.get("cu_seqlens_q"))

@@ -308,7 +308,7 @@ def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
 
 
 def subsample(examples: list[Example], limit: int | None, seed: int) -> list[Example]:
-    """Keep `limit` examples, in order, with the classes in proportion, at least one of each, and pairs whole."""
+    """Keep `limit` examples, in order, the classes in proportion, at least one of each; whole pairs if possible."""
     if limit is None or len(examples) <= limit:
         return examples
     clean, defective = ([i for i, each in enumerate(examples) if each.target == target] for target in (0, 1))

@@ -12,10 +12,10 @@ How the limit is approached:
 * A program owns one column block: a head of a row, one of its d residues, `BLOCK` channels. It walks along the
   sequence in chunks of C steps with the state h, one complex number per channel, in registers, so V is read once:
 
-      y_i = Σ_{j<i} F(i − j) v_j + Re(z^{i+1} h)        h' = z^C h + ζ Σ_j z^{C−1−j} v_j
+      y_i = Σ_{j<i} F(i − j) v_j + Re(c z^i h)        h' = z^C h + Σ_j z^{C−1−j} v_j
 
   The first term is a C × C Toeplitz matrix times a tile, on tensor cores; the rest is a few multiply-adds per element.
-  ζ is 1, or −i for sin heads: then every head reads the real part, F(k) = Re(ζ z^k), and no kernel asks for the kind.
+  The amplitude c is z, or −i z for sin heads (`rem.py`), so every head reads a real part: F(k) = Re(c z^{k−1}).
 * Where rows × heads leave the card empty (batch 1), the sequence is cut into splits. A first kernel sums up what
   each split writes into the state; it reads V once more (mostly from the L2 cache, since V is small then). The second
   kernel adds up what is before its split, weighted with z^{L k}: exact at any length.

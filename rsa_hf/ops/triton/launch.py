@@ -29,7 +29,7 @@ CHUNKS_OF_SPLIT = 4  # at least, so that a split is worth the state handed to it
 def triton_forward(problem: Problem, tuning: Tuning | None = None) -> Tensor:
     """The output of a problem in float32, bfloat16 or float16: a step, or a problem without `visible`.
 
-    `tuning` has the block shapes; None: the fastest known ones.
+    `tuning` has the block shapes; None: the fastest known ones, measured first if there are none.
     """
     output = problem.empty_output()
     if problem.attention is not None:

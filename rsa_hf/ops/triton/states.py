@@ -172,7 +172,7 @@ def _writing(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What `_advance` needs of the table, read once before a loop: a loop that writes would read it again every time.
 
     These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; and,
-    with a window, −z^{N + k} and its derivative, the weights of the rows that leave it.
+    with a window, z^{N + k} and its derivative, the weights that are subtracted for the rows that leave it.
     """
     z, C = _entry(axis.table, Z, exponents, SHAPE), SHAPE.chunk
     slope = _entry(axis.table, DZ, exponents, SHAPE) if BACKWARD else z
