@@ -17,7 +17,7 @@ from families import ATTENTIONS, FULL_PLAN, VOCAB, WINDOWED
 from rsa_hf import patch_model, unpatch_model
 from rsa_hf.layer import RSAHeads
 
-STEPS = 12
+STEPS = 8
 PLAN = {**FULL_PLAN, "gate_init": 0.8}
 patched = partial(families.patched, plan=PLAN)
 FAMILIES = ["gpt2", "llama", *WINDOWED]
