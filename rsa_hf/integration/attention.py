@@ -94,7 +94,7 @@ def _attention_with_rsa(
     foreign = foreign_part(base)
     if foreign is not None and rsa is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
-        is_causal = bool(planned) and (attention_mask is None or attention_mask.dim() == 2)
+        is_causal = bool(planned) and query.shape[2] > 1 and (attention_mask is None or attention_mask.dim() == 2)
         in_cache = keywords.get("cache") is not None
         require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if "write_index" in keywords:  # of a paged cache

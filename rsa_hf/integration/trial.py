@@ -105,11 +105,12 @@ def require_trusted(
     """Try an attention function that is not transformers' own on marked values, once, before its output is used.
 
     A function of another library may split the sequence or the heads, or lay out its output differently. `attend`
-    calls it on Q, [B, H, T, D], and V, [B, Hv, S, D]; `foreign` is from `foreign_part`; `is_causal`: no query may see
-    later keys. Raises a NotImplementedError if it cannot be tried here, and a ValueError if its output is not that of
-    attention over the V that it was given.
+    calls it on Q, [B, H, T, D], and V, [B, Hv, S, D]; `foreign` is from `foreign_part`; `is_causal`: there are later
+    keys that a query must not see. Raises a NotImplementedError if it cannot be tried here, and a ValueError if its
+    output is not that of attention over the V that it was given.
     """
-    if _trusted.get(foreign, -1) >= is_causal:
+    shown = _trusted.get(foreign)
+    if shown or (shown is False and not is_causal):
         return
     name = f"attn_implementation={implementation!r} ({foreign.__module__}.{getattr(foreign, '__qualname__', '')})"
     if str(foreign.__module__).startswith("torch.distributed"):

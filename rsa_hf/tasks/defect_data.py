@@ -79,7 +79,7 @@ class DefectDataConfig(DataSource):
     validation_split_percentage: float = HfArg(default=10, help="Percent of the functions for validation.")
     test_split_percentage: float = HfArg(default=10, help="Percent of the functions for testing.")
     max_train_samples: int | None = HfArg(
-        default=None, help="Number of training functions, drawn at random with the classes in proportion; default all."
+        default=None, help="Most training functions to use, at random with the classes in proportion; default all."
     )
     max_eval_samples: int | None = HfArg(default=None, help="As max_train_samples, for validation and for test.")
     deduplicate: bool = HfArg(
