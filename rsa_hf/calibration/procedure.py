@@ -143,7 +143,7 @@ def run_calibration(
                 bar.update()
             return [head for head in heads if head.share > 0]
 
-        # How much the loss of each row falls with heads that were chosen without it, and with P = 0 on these heads.
+        # How much the loss of each row falls with heads that were chosen on other rows, and with P = 0 on these heads.
         gains, damped = torch.zeros(2, rows, dtype=torch.float32)
         for fold in range(FOLDS):
             held_out = fold_of_row == fold

@@ -35,7 +35,7 @@ class Calibration:
         derivatives: for every layer and every head in it, the derivative of the loss with respect to the share of the
             head's best REM.
         num_rows, loss: number of rows, and the plain model's mean loss.
-        gain: how much the mean loss of rows falls with heads that were chosen without these rows.
+        gain: how much the mean loss of rows falls with heads that were chosen on other rows.
         gain_error: standard error of the gain, over rows.
         gain_without_recurrence: the same gain with P = 0 on these heads, so that their gates only damp attention.
         head_steps: number of steps for which the new head of a classifier was trained, before everything else.
@@ -89,14 +89,13 @@ class Calibration:
         low, high = (self.gain + sign * 1.96 * self.gain_error for sign in (-1, 1))  # a normal distribution's 95 %
         checked = (
             f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ({low:.4f} … {high:.4f}) "
-            "with heads that were chosen without them, of which their gates alone, with P = 0, make "
-            f"{self.gain_without_recurrence:.4f}"
+            f"with heads chosen on other rows, and by {self.gain_without_recurrence:.4f} with their gates alone (P = 0)"
         )
         if self.head_steps:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
         if not self.heads:
             few = f": {self.num_rows} rows are too few to tell; with {self.rows_needed} it could be"
-            return f"no heads: {checked}, which is not enough to be shown{few if self.rows_needed else ''}"
+            return f"no heads: {checked}. This gain is not enough to be shown{few if self.rows_needed else ''}"
         rows = [("layer", "head", "REM", "d", "decay", "theta", "free lags", "gate", "derivative", "standard errors")]
         for head in self.heads:
             config = head.config
