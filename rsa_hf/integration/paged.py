@@ -85,18 +85,21 @@ def _read_requests(mask: Tensor, *ends: tuple[int, ...]) -> tuple[AttentionMask,
     """
     count = ends[0].index(ends[0][-1])  # static sizes add requests without queries at the end
     query_ends, key_ends = torch.tensor(ends, device=mask.device)[:, : count + 1]
-    lengths, T, S = key_ends.diff(), ends[0][-1], ends[1][-1]
-    # The last query of a request sees all its keys, or those in the layer's window.
-    counts = as_boolean(mask[:, :, query_ends[1:] - 1], count, S).sum(-1).flatten()
-    windows = counts[counts != lengths].unique().tolist()
+    queries, lengths, T, S = query_ends.diff(), key_ends.diff(), ends[0][count], ends[1][count]
+    # The last query of a request sees all its keys, or those in the layer's window. A request that will be forked may
+    # have no query in a step.
+    asks = queries > 0
+    last = query_ends[1:][asks] - 1
+    counts = as_boolean(mask[:, :, last], len(last), S).sum(-1).flatten()
+    windows = counts[counts != lengths[asks]].unique().tolist()
     if len(windows) > 1:
         raise NotImplementedError(f"RSA cannot read a mask with windows of {windows} keys: one per layer is possible.")
     window, longest = windows[0] if windows else None, int(lengths.max())
-    if count == T and T * longest <= 2 * S:
+    if count == T == len(last) and T * longest <= 2 * S:
         keys = key_ends[1:, None] - torch.arange(longest, 0, -1, device=mask.device)
         padding = None if T * longest == S else keys >= key_ends[:-1, None]
         return AttentionMask(1, longest, longest - 1, True, padding, sliding_window=window), keys.clamp(min=0)
-    positions = torch.arange(T, device=mask.device) + (key_ends - query_ends)[1:].repeat_interleave(query_ends.diff())
+    positions = torch.arange(T, device=mask.device) + (key_ends - query_ends)[1:].repeat_interleave(queries)
     ids = torch.arange(count, device=mask.device).repeat_interleave(lengths)
     return AttentionMask(S, S, 0, True, documents=ids[None], sliding_window=window), positions
 

@@ -129,7 +129,7 @@ def require_trusted(
         same = (1 + spread).to(value.dtype).view(same.shape)
         result = attend(torch.zeros_like(query), same.expand_as(value).contiguous())
         # The output of a query that sees no key may be NaN.
-        output = attention_output(result, implementation, query, value).nan_to_num()
+        output = attention_output(result, implementation, query, value).to(value.dtype).nan_to_num()
         expected = same.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
         share = (output * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
         is_laid_out = torch.allclose(output, share * expected, rtol=0.02, atol=0.02)
