@@ -141,15 +141,18 @@ def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_und
     assert relative_error(plain[real], expected[real]) > 1e-2
 
 
+@pytest.mark.parametrize("in_generate", [False, True])
 @torch.no_grad()
-def test_memories_and_both_streams_are_equation_4(monkeypatch):
+def test_memories_and_both_streams_are_equation_4(in_generate, monkeypatch):
     model = patch_model(build_adapted("xlnet"), PLAN)
     T, M = 6, 5
     mems = model(tokens(length=M), use_mems=True).mems
     ids = tokens(length=T)
-    # A random prediction order, two targets, and padding.
+    # A random prediction order, or a last token that none sees; two targets, and padding.
     order = torch.stack([torch.randperm(T) for _ in range(2)])
     perm_mask = (order[:, :, None] <= order[:, None, :]).float()
+    if in_generate:
+        perm_mask = (torch.arange(T) == T - 1).float().expand(2, T, T)
     mask = torch.ones(2, T)
     mask[1, :2] = 0
     targets = torch.zeros(2, 2, T)

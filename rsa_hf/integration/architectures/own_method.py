@@ -72,17 +72,21 @@ def run_xlnet(module: nn.Module, core: Callable[..., Any], call: dict[str, Any],
     # Only the relative positions show the direction: S … −T in a bidirectional model, S … 0 in a causal one.
     causal = call["k_head_r"].shape[0] == value.shape[2] + 1
     if mask is not None:
-        mask = remembered(_xlnet_visible, mask, causal)
+        mask, unseen = remembered(_xlnet_visible, mask, causal)
+        if unseen is not None:
+            value = value.masked_fill(unseen.transpose(-1, -2), 0)
     mixed = mix(output.transpose(0, 1), value, mask, causal=causal).transpose(0, 1)
     return (mixed, *weights) if isinstance(found, tuple) else mixed
 
 
-def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
+def _xlnet_visible(mask: Tensor, causal: bool) -> tuple[Tensor, Tensor | None]:
     """Turn a mask [T, S, B or 1, 1], 1 where a key is hidden, into [B or 1, 1, T, S], True where it is visible.
 
     Whether a query sees itself differs between the streams, and for padding, but does not matter to P V: f(0) = 0. It
     is set to whether other queries see that key, so both streams have a mask of only direction and padding, for which
-    P V takes linear time.
+    P V takes linear time. Nor would the mask show the place of queries after memories if no query saw the last key, as
+    in `generate`. So in a bidirectional model such keys count as visible, and those in the second result, [B or 1, 1,
+    1, S], need values of 0.
     """
     visible = mask.permute(2, 3, 0, 1) == 0
     T, S = visible.shape[-2:]
@@ -91,4 +95,5 @@ def _xlnet_visible(mask: Tensor, causal: bool) -> Tensor:
     seen = (visible & ~own).any(dim=-2, keepdim=True)
     if causal:
         seen[..., -1] = True  # no other query can see the last key, which determines the queries' position
-    return torch.where(own, seen, visible)
+    visible = torch.where(own, seen, visible)
+    return (visible, None) if causal or T == S else (visible | ~seen, ~seen)
