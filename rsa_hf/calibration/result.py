@@ -89,7 +89,8 @@ class Calibration:
         low, high = (self.gain + sign * 1.96 * self.gain_error for sign in (-1, 1))  # a normal distribution's 95 %
         checked = (
             f"the loss of {self.num_rows} rows, {self.loss:.4f}, falls by {self.gain:.4f} ({low:.4f} … {high:.4f}) "
-            f"with heads chosen on other rows, and by {self.gain_without_recurrence:.4f} with their gates alone (P = 0)"
+            f"with heads chosen on other rows, and by {self.gain_without_recurrence:.4f} with their gates alone "
+            "(P = 0)"
         )
         if self.head_steps:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
