@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -96,13 +97,18 @@ def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; missing files are a ValueError, because transformers would make a tokenizer without words."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name))
+    """Load a tokenizer; missing files are a ValueError, also where transformers would make one without words."""
+    advice = (
+        "Save its own there by tokenizer.save_pretrained. Runs also take a tokenizer_name, which is bytes for a "
+        "language model of bytes."
+    )
+    folder = locate(name)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except ValueError as error:
+        raise ValueError(f"{name} has no tokenizer: {shorten(str(error), 100)} {advice}") from error
     if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
-        raise ValueError(
-            f"{name} has no tokenizer: all words would be unknown. Save its own there by tokenizer.save_pretrained. "
-            "Runs also take a tokenizer_name, which is bytes for a language model of bytes."
-        )
+        raise ValueError(f"{name} has no tokenizer: all words would be unknown. {advice}")
     return tokenizer
 
 

@@ -122,10 +122,11 @@ def test_a_model_that_was_not_trained_for_a_task_is_not_scored(gpt2, three_class
 
 
 @pytest.mark.parametrize(
-    ("name", "model_class"), [("bert", AutoModelForSequenceClassification), ("gpt2", AutoModelForCausalLM)]
+    ("name", "model_class"),
+    [("bert", AutoModelForSequenceClassification), ("gpt2", AutoModelForCausalLM), ("llama", AutoModelForCausalLM)],
 )
 def test_a_model_without_its_tokenizer_is_not_scored(name, model_class, tmp_path, run):
-    """AutoTokenizer gives one to which all words are unknown, or that leaves them out."""
+    """AutoTokenizer gives one to which all words are unknown, or that leaves them out, or it has a long message."""
     base = tmp_path / "base"
     model_class.from_config(CONFIGS[name]()).save_pretrained(base)
     (tmp_path / "rows.jsonl").write_text('{"func": "int a;", "target": 0}\n')
