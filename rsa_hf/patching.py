@@ -90,8 +90,11 @@ def patch_model(
     # DINOv3's base is an encoder that takes hidden states.
     takes_inputs = getattr(base, "main_input_name", "input_ids") in inspect.signature(base.forward).parameters
     # A forward pass may change a module permanently: a short input makes BigBird replace its block-sparse attention.
-    whole = shared_copy(base if takes_inputs else model).eval()
-    trial: Any = whole if takes_inputs else whole.base_model
+    whole: Any = shared_copy(base if takes_inputs else model).eval()
+    if any(each._attn_implementation == "flex_attention" for each in with_parts(whole.config)):
+        # Its kernel for CPUs takes long to compile, may fail to, and is wrong for 8 tokens in torch 2.13.
+        whole.set_attn_implementation("eager")
+    trial = whole if takes_inputs else whole.base_model
     run = functools.partial(_run, whole, probe_inputs)
     for layer in whole.modules():
         # bitsandbytes packs weights on first use, and the copy shares them with the model.
@@ -171,7 +174,8 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
     if unknown:
         raise ValueError(
             f"{shorten(unknown)} ({type(calls[unknown[0]].module).__name__}): the modules do not say whether they are "
-            "causal, and on the meta device no mask shows it. Set causal=True or causal=False in RSAConfig."
+            "causal, and no mask shows it on the meta device, or where probe_inputs end in padding. Set causal=True "
+            "or causal=False in RSAConfig."
         )
     directions = tuple(bool(call.causal) for call in calls.values())
     if all(call.stated is call.causal for call in calls.values()):

@@ -28,9 +28,9 @@ from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
     attention_output,
+    direction_shown,
     foreign_part,
     is_aligned_top_left,
-    looks_ahead,
     marking,
     marks_of,
     require_trusted,
@@ -121,7 +121,7 @@ def _attention_with_rsa(
 def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None) -> AttentionCall:
     """The record of a call, from attention's output on marks, [B, T, H, D], and V, [B, Hv, S, D]."""
     shape = layer_shape(module, output, value)
-    shown = stated if output.is_meta else not looks_ahead(output)
+    shown = stated if output.is_meta else direction_shown(output, stated)
     return AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
 
 

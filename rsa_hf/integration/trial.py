@@ -86,6 +86,20 @@ def looks_ahead(output: Tensor) -> bool:
     return bool((output[:, :-1] != 0).any())
 
 
+def direction_shown(output: Tensor, stated: bool | None) -> bool | None:
+    """Whether a layer is causal, from attention's output on `marks_of`, [B, T, H, D].
+
+    What the layer has `stated` holds if the last key is padding in all rows, or if only some earlier queries see it:
+    those of an image at the end of a text, or padding, whose queries may see all keys.
+    """
+    sees = (output != 0).flatten(2).any(-1)
+    ahead = sees[sees[:, -1], :-1]
+    if not len(ahead):
+        return stated
+    shown = not bool(ahead.any())
+    return shown if stated is None or shown or bool(ahead.all()) else stated
+
+
 def is_aligned_top_left(attend: Callable[[Tensor, Tensor], Any], query: Tensor, value: Tensor) -> bool:
     """Whether a causal function without a mask puts T < S queries at the first positions, not at the last."""
     with torch.no_grad():

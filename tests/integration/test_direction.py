@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, SwinConfig
 from transformers.models.swin import modeling_swin
 
 from architectures import build_adapted
-from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, widen
+from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, tokens, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
-from texts import CACHES, padded_batch
+from texts import CACHES, padded, padded_batch
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
 build_with = partial(build_adapted, language_model=True)
@@ -52,8 +52,17 @@ def test_layers_that_look_both_ways_find_their_place_in_a_static_cache(attention
 
     assert difference() < 1e-4
     # As if the queries were the last of all slots.
-    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", lambda visible, T, S: S - T)
+    monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", lambda visible, T, S, causal: S - T)
     assert difference() > 0.1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "causal"), [("llama", True), ("gptj", True), ("megatron_bert", False)])
+def test_padding_in_probe_inputs_does_not_hide_the_direction(name, causal, side):
+    model, batch = build_adapted(name), padded(tokens(2, 8), (2, 4), side)
+    model.set_attn_implementation("eager")
+    patch_model(model, ALL_HEADS, probe_inputs={key: batch[key] for key in ("input_ids", "attention_mask")})
+    assert {heads.spec.causal for heads in model.modules() if isinstance(heads, RSAHeads)} <= {None, causal}
 
 
 def test_a_keyword_says_the_direction_of_one_call():
@@ -63,7 +72,7 @@ def test_a_keyword_says_the_direction_of_one_call():
 
 
 def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
-    monkeypatch.setattr("rsa_hf.integration.attention.looks_ahead", lambda output: False)
+    monkeypatch.setattr("rsa_hf.integration.attention.direction_shown", lambda output, stated: True)
     monkeypatch.setattr(
         RSAHeads, "model_config", property(lambda self: None, lambda self, config: None), raising=False
     )
