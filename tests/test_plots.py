@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from families import build, tiny_config
@@ -52,15 +51,6 @@ def test_every_head_has_its_curve_and_its_kind_a_label(tmp_path, figures):
     labels = [text.get_text() for text in figures[0].subfigs[0].legends[0].get_texts()]
     assert [label.split()[0] for label in labels] == ["regular", "cos", "sin", "dilated"]
     assert labels[-1] == "dilated by 2, 4"
-
-
-@pytest.mark.parametrize(("gate", "free_lags"), [(-math.inf, 0), (math.inf, 0), (0.0, 2)])
-def test_extreme_gates_and_rates_and_free_lags_are_drawn(tmp_path, gate, free_lags):
-    model = gpt2(1, gate_init=gate, num_regular=2, num_free_lags=free_lags)
-    with torch.no_grad():
-        model.transformer.h[0].attn.rsa.eta.copy_(torch.tensor([0.0, 100.0]))  # λ = 0 and λ = 1
-    plot_rem(model, tmp_path / "rsa.png")
-    assert (tmp_path / "rsa.png").exists()
 
 
 def test_a_model_without_rsa_heads_is_an_error(tmp_path):

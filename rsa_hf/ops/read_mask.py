@@ -5,6 +5,7 @@ Notation as in `mask.py`: batch B, heads H, queries T, keys S.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -142,7 +143,12 @@ def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> 
     from torch.nn.attention.flex_attention import create_mask  # slow to import
 
     (B, T, H), S = attention.shape[:3], key_length
-    visible = create_mask(block_mask.mask_mod, B, H, T, S, attention.device)
+    mask_mod = block_mask.mask_mod
+    if T < S and torch.compiler.is_compiling():
+        raise NotImplementedError("RSA cannot read flex attention's mask of a cache in a graph. Use 'sdpa' there.")
+    if _is_late(mask_mod):
+        mask_mod = functools.partial(_earlier, mask_mod, T)
+    visible = create_mask(mask_mod, B, H, T, S, attention.device)
     # vmap expands along an index that `mask_mod` ignores: one row or head is enough then.
     visible = visible[: B if visible.stride(0) else 1, : H if visible.stride(1) else 1]
     visible = visible & _in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, T, S)
@@ -155,6 +161,20 @@ def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> 
     if known is None or known.is_inference() != visible.is_inference() or not torch.equal(known, visible):
         _evaluated[block_mask] = known = visible
     return known
+
+
+def _earlier(mask_mod: Any, T: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return mask_mod(b, h, q - T, k)
+
+
+def _is_late(mask_mod: Any) -> bool:
+    """Whether a `mask_mod` takes its queries for those after them.
+
+    transformers' own reads the place of the queries from the tensor in which a static cache counts its keys, and which
+    counts those of the queries by the time of attention.
+    """
+    names = getattr(getattr(mask_mod, "__code__", None), "co_freevars", ())
+    return "q_offset" in names and isinstance(mask_mod.__closure__[names.index("q_offset")].cell_contents, Tensor)
 
 
 # The last answer of `evaluate_block_mask` for each BlockMask, for as long as the BlockMask exists.
@@ -197,7 +217,7 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
         return mask
     T, S = mask.query_length, mask.key_length
     visible = as_boolean(mask.unread_mask, T, S)
-    position = query_position(visible, T, S) if mask.causal or T < S else None
+    position = query_position(visible, T, S, mask.causal) if mask.causal or T < S else None
     return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
 
 
@@ -219,7 +239,7 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         visible = visible[:, :1]
     offset = S - T
     if T < S and visible.numel():
-        offset = int(query_position(visible, T, S))
+        offset = int(query_position(visible, T, S, causal))
     if visible.shape[1] == 1:
         key_mask = visible[:, 0].any(dim=1)
         found = AttentionMask(T, S, offset, causal, None if bool(key_mask.all()) else key_mask)
@@ -261,7 +281,7 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     return begins.cumsum(dim=1)
 
 
-def query_position(visible: Tensor, T: int, S: int) -> Tensor:
+def query_position(visible: Tensor, T: int, S: int, causal: bool) -> Tensor:
     """Position of the first query on the key axis, from a mask, without waiting for its values: ().
 
     A query sees itself. So each of the T queries is at a slot whose key it sees, unless that key is padding, which no
@@ -271,8 +291,8 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
 
     If the first query sees as far as any other, as in one prefix, the mask is the same however much of its end is
     padding. Then the last query that sees anything is taken for a token, at the last visible key. The first query is
-    taken instead if a cache without free slots has it at that key, and other keys were cached before: all queries
-    after it are padding.
+    taken instead, and all queries after it are padding, if a cache without free slots has it at that key, and the
+    layer is causal or the cache had as many keys before as there are queries.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
@@ -287,7 +307,7 @@ def query_position(visible: Tensor, T: int, S: int) -> Tensor:
     fitting = torch.where(counts == counts.min(), places, 0).max()
     last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
     is_determined = (misfits[0] & (slots == last)).any()
-    is_first = (last == S - T) & (last >= T)
+    is_first = (last == S - T) & (causal | (last >= T))
     return torch.where(is_determined | is_first, fitting, (last - last_query).clamp(0, S - T))
 
 

@@ -176,7 +176,7 @@ def test_sdpa_registered_under_another_name_keeps_its_alignment(cache, register_
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *WINDOWED])
-@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("length", [2, 4, 9])
 @torch.no_grad()
 def test_one_token_in_a_chunk_with_right_padding_agrees_with_the_whole_text(family, length, monkeypatch):
     model, pieces = patched(family), [LENGTH - length, length]

@@ -70,6 +70,28 @@ def test_padding_and_windows_give_the_results_of_the_reference(attention, family
         assert relative_error(found(**batch)[0][real], wanted) > FAR
 
 
+@torch.no_grad()
+def test_flex_attention_in_a_static_cache_without_padding_has_the_recurrence_of_the_whole_text(monkeypatch):
+    # Its attention sees an empty slot: transformers' mask counts the new keys twice. Here P V stands alone.
+    plan, ids = {"num_regular": 8, "gate_init": 30.0}, tokens(2, LENGTH)
+    model = patched("llama", FLEX, plan=plan, make=lambda *of: build_language_model(*of).double())
+    wanted = model(ids).logits[:, -1]
+
+    def error():
+        cache = CACHES["static"](model)
+        model(ids[:, :-1], past_key_values=cache)
+        return relative_error(model(ids[:, -1:], past_key_values=cache).logits[:, -1], wanted)
+
+    assert error() < TOLERANCE
+    monkeypatch.setattr("rsa_hf.ops.read_mask._is_late", lambda _: False)
+    assert error() > FAR
+
+
+def test_patching_runs_no_flex_attention(monkeypatch):
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention", None)  # wrong for 8 tokens on a CPU
+    assert patched("llama", FLEX).config._attn_implementation == FLEX
+
+
 @pytest.mark.parametrize("masks", [flash_attention_mask, None])
 @recognised
 @torch.no_grad()
