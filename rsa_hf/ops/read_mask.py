@@ -144,9 +144,10 @@ def evaluate_block_mask(block_mask: Any, attention: Tensor, key_length: int) -> 
 
     (B, T, H), S = attention.shape[:3], key_length
     mask_mod = block_mask.mask_mod
-    if T < S and torch.compiler.is_compiling():
-        raise NotImplementedError("RSA cannot read flex attention's mask of a cache in a graph. Use 'sdpa' there.")
-    if _is_late(mask_mod):
+    if torch.compiler.is_compiling():
+        if T < S:
+            raise NotImplementedError("RSA cannot read flex attention's mask of a cache in a graph. Use 'sdpa' there.")
+    elif _is_late(mask_mod):
         mask_mod = functools.partial(_earlier, mask_mod, T)
     visible = create_mask(mask_mod, B, H, T, S, attention.device)
     # vmap expands along an index that `mask_mod` ignores: one row or head is enough then.
