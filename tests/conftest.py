@@ -1,5 +1,6 @@
 """Fixtures for all tests. No test reaches a network: Hub access is switched off before anything is imported."""
 
+import atexit
 import gc
 import os
 
@@ -44,6 +45,7 @@ settings.load_profile("rsa_hf")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 gc.freeze()  # a full collection would look at a million objects of imported modules each time
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

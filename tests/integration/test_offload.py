@@ -37,8 +37,7 @@ def test_offloaded_weights_change_no_output(case, tmp_path, where):
     assert rsa_report(offloaded) == rsa_report(model)
     # Between calls the parameters of the heads are on the meta device.
     heads = [module for module in offloaded.modules() if isinstance(module, RSAHeads)]
-    assert heads
-    assert all(parameter.device.type == "meta" for module in heads for parameter in module.parameters())
+    assert heads and all(parameter.device.type == "meta" for module in heads for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
