@@ -44,8 +44,11 @@ settings.load_profile("rsa_hf")
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-gc.freeze()  # a full collection would look at a million objects of imported modules each time
 atexit.register(gc.unfreeze)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a full collection would look at a million objects of imported modules each time
 
 
 @pytest.fixture(autouse=True)

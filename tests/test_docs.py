@@ -17,7 +17,6 @@ README = ROOT / "README.md"
 NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
 
-# Replacements for downloads and long training runs.
 STAND_INS = {
     '"microsoft/codebert-base"': "{codebert!r}",
     '"openai-community/gpt2"': "{gpt2!r}",
@@ -25,7 +24,6 @@ STAND_INS = {
     "64 * 256].view(64, 256)": "64 * 32].view(64, 32)",
     'TrainingArguments("outputs/trainer")': 'TrainingArguments("outputs/trainer", max_steps=2, report_to="none")',
 }
-# Options that make each run of the pages take a second.
 SMALL = {
     "defect": "--max_steps 1 --max_train_samples 32 --max_eval_samples 8 --config_overrides.num_hidden_layers 1",
     "": "",

@@ -33,7 +33,6 @@ def test_gates_and_rates_reach_the_trackers_before_and_after_the_callback(tmp_pa
         assert len(ours) == 2
         assert all(logs.keys() == {*KEYS, "epoch"} for logs in ours)
         assert ours[0]["rsa/gate"] != ours[1]["rsa/gate"]
-    # The last log follows the last step, so it has the model's present values.
     last = [logs for logs in before.logs if "rsa/gate" in logs][-1]
     layers = rsa_report(training.model).layers
     gates = [layer.heads[0].gate for layer in layers]
