@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except ValueError as error:
-        raise ValueError(f"{name} has no tokenizer: {shorten(str(error), 100)} {advice}") from error
+        raise ValueError(f"{name} has no tokenizer: {' '.join(str(error).split()):.200}. {advice}") from error
     if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
         raise ValueError(f"{name} has no tokenizer: all words would be unknown. {advice}")
     return tokenizer
