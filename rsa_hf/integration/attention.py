@@ -23,7 +23,13 @@ from rsa_hf.children import heads_of
 from rsa_hf.integration import what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
-from rsa_hf.integration.positions import positions_of_queries, require_all_keys, require_no_gaps, require_own_keys
+from rsa_hf.integration.positions import (
+    positions_of_queries,
+    require_all_keys,
+    require_no_gaps,
+    require_own_keys,
+    warn_of_gaps,
+)
 from rsa_hf.integration.split_layers import layer_shape, run_heads
 from rsa_hf.integration.trial import (
     AttentionCall,
@@ -243,7 +249,9 @@ def mix_recurrence(
         sliding_window=sliding_window,
         document_ids=document_ids,
     )
-    if positions is not None:
+    if not causal:
+        warn_of_gaps(visible)
+    elif positions is not None:
         require_all_keys(visible, positions)
     elif visible.query_length < visible.key_length and not getattr(type(module), "positions_are_slots", False):
         require_no_gaps(visible)

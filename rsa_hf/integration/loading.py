@@ -24,8 +24,8 @@ from rsa_hf.utils.text import shorten
 logger = logging.getLogger(__name__)
 
 _ATTENTION = re.compile(r"(?i:attention|attn)|MLA")  # LongCat's attention is called multi-head latent attention, MLA
-# Cross-attention, and attention over the states of earlier layers.
-_CROSS = re.compile(r"cross|encoder_?attn|encdec|attentionresidual", re.IGNORECASE)
+# Cross-attention, and attention over the states of earlier layers or over channels.
+_CROSS = re.compile(r"cross|encoder_?attn|enc(?:oder)?_?dec|attentionresidual|channelattention", re.IGNORECASE)
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -82,6 +82,7 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
     `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
     interface. Cross-attention often has the class of self-attention: names and `is_cross_attention` tell it.
+    Florence-2 has attention over channels, and PatchTST's may take turns.
     DeepSeek V4's `compressor` adds keys that are not tokens once a text is long.
     Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
     """
@@ -93,8 +94,10 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     files = (sys.modules.get(cls.__module__) for cls in kind.__mro__)
     if architecture_of(module) is None and not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return False
-    is_cross = _CROSS.search(name.rpartition(".")[2]) or _CROSS.search(kind.__name__)
-    return not (is_cross or getattr(module, "is_cross_attention", False) or getattr(module, "compressor", None))
+    is_cross = _CROSS.search(".".join([*name.split(".")[-2:], kind.__name__]))
+    on_channels = getattr(getattr(module, "config", None), "channel_attention", False)
+    is_other = on_channels or getattr(module, "is_cross_attention", False) or getattr(module, "compressor", None)
+    return not (is_cross or is_other)
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     """
     T, device = mask.query_length, positions.device.type
     # A single query on a GPU is not checked: decoding would wait for the device at each token.
-    if not mask.causal or positions.shape[1] != T or (T == 1 and device != "cpu"):
+    if positions.shape[1] != T or (T == 1 and device != "cpu"):
         return
     slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
     if slot > 0:
@@ -84,10 +85,27 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
 def require_no_gaps(mask: AttentionMask) -> None:
     """Check that no padding stands between cached keys and queries whose positions are not known."""
     shown = mask.key_mask if mask.visible is None else mask.visible
-    if shown is None or not mask.causal or is_recorded() or is_transformed():
+    if shown is None or is_recorded() or is_transformed():
         return
     if not (mask.query_length == 1 and shown.device.type != "cpu") and remembered(_has_gaps, shown, mask):
         raise ValueError(_PADDED)
+
+
+def warn_of_gaps(mask: AttentionMask) -> None:
+    """Warn if padding stands between the tokens of a row of a layer that looks both ways."""
+    keys = mask.key_mask
+    if keys is None or is_recorded() or is_transformed() or not remembered(_has_several_runs, keys):
+        return
+    warnings.warn(
+        "padding stands between the tokens of a row. RSA counts distances in slots, so P V depends on its length: the "
+        "result of an image may depend on the other images of its batch. Give images of one size, or a batch each.",
+        stacklevel=2,
+    )
+
+
+def _has_several_runs(keys: Tensor) -> bool:
+    """Whether the real keys of a row, of [B, S], are not next to each other."""
+    return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
 def _real_keys(mask: AttentionMask) -> Tensor | None:

@@ -1,19 +1,28 @@
 """The direction of P is that of attention, wherever a model says it: P alone sees later tokens where attention does."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, SwinConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Blip2QFormerConfig,
+    Blip2QFormerModel,
+    PatchTSTConfig,
+    PatchTSTModel,
+    SwinConfig,
+)
 from transformers.models.swin import modeling_swin
 
 from architectures import build_adapted
-from families import ENCODER_DECODERS, VOCAB, build_language_model, effect_of_later_tokens, tokens, widen
+from families import ENCODER_DECODERS, VOCAB, build, build_language_model, effect_of_later_tokens, tokens, widen
 from rsa_hf import RSAConfig, RSAHeads, patch_model
 from texts import CACHES, padded, padded_batch
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
 build_with = partial(build_adapted, language_model=True)
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 NAMES = ["bloom", "codegen", "falcon", "gpt2", "gptj", "llama", "mpt"]
 
 
@@ -65,6 +74,19 @@ def test_padding_in_probe_inputs_does_not_hide_the_direction(name, causal, side)
     assert {heads.spec.causal for heads in model.modules() if isinstance(heads, RSAHeads)} <= {None, causal}
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("sizes", [(1,), (4, 4, 1)])
+def test_a_last_token_on_its_own_does_not_hide_the_direction(sizes, attention):
+    """As in the last stage of a small image, or the last chunk of a recording."""
+    model = build("bert", attention)
+    chunks = torch.block_diag(*(torch.ones(size, size) for size in sizes))[None, None] > 0
+    mask = chunks if attention == "sdpa" else torch.zeros(chunks.shape).masked_fill(~chunks, -1e9)
+    probe = {"input_ids": torch.ones(1, sum(sizes), dtype=torch.long), "attention_mask": mask}
+    patch_model(model, ALL_HEADS, probe_inputs=probe)
+    assert {heads.spec.causal for heads in model.modules() if isinstance(heads, RSAHeads)} == {None}
+    assert effect_of_later_tokens(model) > 0.01
+
+
 def test_a_keyword_says_the_direction_of_one_call():
     model = patch_model(build_with("xglm"), ALL_HEADS)
     assert effect_of_later_tokens(model, is_causal=False) > 0.01
@@ -94,6 +116,32 @@ def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_pat
     loaded = type(model).from_pretrained(tmp_path)
     inputs = {"input_ids": ids[:, :5], "decoder_input_ids": ids}  # more queries than keys in cross-attention
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_module_inside_cross_attention_gets_no_heads():
+    config = Blip2QFormerConfig(**SIZES, encoder_hidden_size=32)
+    probe = {name: torch.randn(1, 6, 32) for name in ("query_embeds", "encoder_hidden_states")}
+    model = patch_model(Blip2QFormerModel(config), RSAConfig(num_regular=1), probe_inputs=probe)
+    assert [name.split(".")[3] for name in model.config.rsa["modules"]] == ["attention", "attention"]
+
+
+def test_attention_over_channels_gets_no_heads():
+    model = PatchTSTModel(PatchTSTConfig(channel_attention=True, d_model=32, num_input_channels=5))
+    with pytest.raises(ValueError, match="PatchTSTModel has no attention that can be patched"):
+        patch_model(model, RSAConfig(num_regular=1), probe_inputs={"past_values": torch.randn(1, 32, 5)})
+
+
+@torch.no_grad()
+def test_padding_between_the_tokens_of_an_encoder_is_a_warning():
+    model, ids = patch_model(build("bert"), ALL_HEADS), tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, attention_mask=mask)
+    mask[1, 7] = 1
+    with pytest.warns(UserWarning, match="padding stands between the tokens of a row"):
+        model(ids, attention_mask=mask)
 
 
 @pytest.mark.skipif(not hasattr(modeling_swin, "ALL_ATTENTION_FUNCTIONS"), reason="needs Swin on the interface")
