@@ -142,11 +142,13 @@ def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # fits a C long on Windows; some functions exceed the default of 131,072
     with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         reader, row = csv.DictReader(text, strict=True), None
+        names = list(reader.fieldnames or ())
+        if len(set(names)) < len(names):
+            raise ValueError(f"{path}: two columns have the same name, among {brief(names)}.")
         for row in reader:
             yield f"{path}, line {reader.line_num}", row
         if row is None:
-            header = brief(reader.fieldnames)
-            raise ValueError(f"{path} is not JSON, and as CSV it has no rows, but a header alone: {header}.")
+            raise ValueError(f"{path} is not JSON, and as CSV it has no rows, but a header alone: {brief(names)}.")
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:

@@ -28,11 +28,11 @@ _OTHER_KEYWORDS = (
     "template this throw typedef typename union unsigned using virtual void volatile true false self"
 )
 _KEYWORDS = frozenset([*keyword.kwlist, *_OTHER_KEYWORDS.split()])
-_STRING = r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
-_COMMENTS = re.compile(_STRING + r"|/\*.*?\*/|//[^\n]*", re.DOTALL)
-_PYTHON_COMMENTS = re.compile(_STRING + r"|#[^\n]*")
-_PYTHON = re.compile(r"\s*(?:@|def\b|class\b|async\b)")
-_WORDS = re.compile(r"[A-Za-z_]\w*")
+# What is kept (strings and numbers), dropped (comments) and read (words).
+_KEPT = r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\b[0-9][\w.]*)"""
+_PIECES = re.compile(_KEPT + r"|/\*.*?\*/|//[^\n]*|([A-Za-z_]\w*)", re.DOTALL)
+_PYTHON_PIECES = re.compile(_KEPT + r"|#[^\n]*|([A-Za-z_]\w*)")
+_PYTHON = re.compile(r"^[ \t]*(?:(?:async +)?def +\w+ *\(|class +\w+ *(?:\(.*\))?:[ \t]*(?:#.*)?$)", re.MULTILINE)
 _TOKENS = r"\w+|[^\w\s]"  # tokens of the baseline: words, numbers and signs
 BASELINE_FUNCTIONS = 20_000  # the baseline is fitted to at most this many
 
@@ -88,9 +88,13 @@ def audit(
 
 def clone_group(func: str) -> bytes:
     """A digest that functions share if they are equal up to whitespace, comments and identifiers."""
-    comments = _PYTHON_COMMENTS if _PYTHON.match(func) else _COMMENTS
-    text = _WORDS.sub(lambda word: word[0] if word[0] in _KEYWORDS else "x", comments.sub(r"\1", func))
-    return digest_of("".join(text.split()))
+    pieces = _PYTHON_PIECES if _PYTHON.search(func) else _PIECES
+
+    def read(piece: re.Match[str]) -> str:
+        kept, word = piece.groups()
+        return kept or (word if word in _KEYWORDS else "x" if word else "")
+
+    return digest_of("".join(pieces.sub(read, func).split()))
 
 
 def format_audit(report: Mapping[str, Any]) -> str:

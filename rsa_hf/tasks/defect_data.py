@@ -33,7 +33,7 @@ from rsa_hf.utils.text import brief
 TEXT_COLUMNS, LABEL_COLUMNS = ("func", "func_before", "code"), ("target", "vul", "label")
 NUMBER_COLUMNS = ("idx", "id")
 _WHOLE, _NUMBER = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0)?"), re.compile(r"-?[0-9]+(\.[0-9]+)?")
-CLEAN, DEFECTIVE = ("0", "0.0", "false"), ("1", "1.0", "true")  # labels as words, in upper or lower case
+CLEAN, DEFECTIVE = ("0", "false"), ("1", "true")  # labels as words, in upper or lower case
 SplitBy = Literal["random", "project", "time"]
 LongFunctions = Literal["truncate", "chunk"]
 
@@ -179,11 +179,14 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
 
     def target_of(row: Mapping[str, Any]) -> int:
         name, value = _first_of(labels, row)
-        word = str(value) if given and not isinstance(value, bool) else str(value).lower()
-        if word not in (*clean, *defective):
-            allowed = " or ".join(given or ("0", "1"))
-            raise ValueError(f"{name} must be {allowed}, got {brief(value)}; label_values sets other labels")
-        return int(word in defective)
+        spellings = {str(value)}
+        if not (given and isinstance(value, str)):
+            spellings |= {str(value).lower(), str(value).removesuffix(".0")}
+        for target, allowed in enumerate((clean, defective)):
+            if spellings.intersection(allowed):
+                return target
+        words = " or ".join(given or ("0", "1"))
+        raise ValueError(f"{name} must be {words}, got {brief(value)}; label_values sets other labels")
 
     def text_of(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -274,7 +277,9 @@ def _with_made_splits(splits: Mapping[str, list[Example]], config: DefectDataCon
         return {**splits, **made}
     ordered = list(units.values())
     Random(config.sample_seed).shuffle(ordered)
-    for unit in sorted(ordered, key=len, reverse=True):  # the largest project first, to the split that lacks most
+    if config.split_by == "project":
+        ordered.sort(key=len, reverse=True)  # the largest first
+    for unit in ordered:  # to the split that lacks most
         made[max(shares, key=lambda split: shares[split] * size - len(made[split]))] += unit
     return {**splits, **made}
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     set_seed(args.seed)
     with args.main_process_first():  # the other processes then find its downloads in the cache
         splits = load_defect_data(data)
-        texts = (repr((split, e.func, e.target)).encode() for split, part in splits.items() for e in part)
+        texts = (repr((split, e.func, e.target, e.idx)).encode() for split, part in splits.items() for e in part)
         folder = RunFolder(run, digest(texts))
         if folder.had_finished():
             return
@@ -303,6 +303,8 @@ def _saved(
     model = require_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
+    if (word := getattr(model.config, "id2label", {}).get(1)) not in ("LABEL_1", LABELS[1]):
+        print(f"{name}: the score is the probability of its class 1, {word!r}.", file=sys.stderr)
     for key, value in getattr(model.config, SAVED, {}).items():
         if key in CUTTING and key not in run.typed:
             setattr(run.data, key, value)
@@ -325,6 +327,8 @@ def _logits(
             remove_unused_columns=False,
             disable_tqdm=run.training.disable_tqdm,
             use_cpu=run.training.use_cpu,
+            bf16=run.training.bf16,
+            fp16=run.training.fp16,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
         return by_function(*parts_of(trainer.predict(tokenize(examples, tokenizer, run.data))))

@@ -21,14 +21,19 @@ PYTHON = "def f(a):\n    # two\n    if a > 1:\n        return g('#', a) // 2\n"
 @pytest.mark.parametrize(
     ("func", "other", "equal"),
     [
-        (C, 'int other(int b) {\n\tif (b > 1) return h("y", b);\n\treturn 0;\n}', True),
+        (C, 'int other(int b) {\n\tif (b > 1) return h("x", b);\n\treturn 0;\n}', True),
         (C, C.replace("return 0", "return 1"), False),
         (C, C.replace("a > 1", "a >= 1"), False),
         (C, C.replace("int a", "long a"), False),
         (PYTHON, "def g(b):\n    if b > 1:\n        return f('#', b) // 2", True),
         (PYTHON, PYTHON.replace("// 2", "// 3"), False),
         (PYTHON, PYTHON.replace("'#'", "'!'"), False),
-        ('char *u = "http://a";', 'char *v = "http://b"; // a page', True),
+        (C, C.replace('"x"', '"y"'), False),
+        ('char *u = "http://a";', 'char *v = "http://a"; // a page', True),
+        ("return a & 0xF0 | 1e5;", "return b & 0x0F | 1e9;", False),
+        ("class A : public B {\n  int f(); // one\n};", "class C : public D {\n  int g(); // two\n};", True),
+        ("@Override\npublic void f() {} // one", "@Override\npublic void g() {}", True),
+        ("@once\nclass A(B):\n    a = 2 // 3", "@once\nclass A(B):\n    a = 2 // 4", False),
         ("#define A 1", "#define A 2", False),
     ],
 )

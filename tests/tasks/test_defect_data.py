@@ -177,6 +177,17 @@ def test_splits_are_made_of_whole_pairs_and_projects_in_time(tmp_path, by, paire
     assert (other == splits["test"]) is (by == "time")
 
 
+def test_pairs_among_single_functions_are_in_all_splits(tmp_path):
+    path = tmp_path / "all.jsonl"
+    rows = [{"func": f"f{i}", "target": int(i % 5 == 0), "func_after": f"g{i}"} for i in range(500)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    splits = load_defect_data(
+        DefectDataConfig(train_file=str(path), split_by="random", fixed_column_name="func_after")
+    )
+    for examples in splits.values():
+        assert sum(e.target for e in examples) / len(examples) == pytest.approx(1 / 6, abs=0.1)
+
+
 def test_splits_that_are_given_stay(tmp_path):
     rows = [(f"f{i}", i % 2) for i in range(40)]
     splits = load_defect_data(config_of(tmp_path, {"train": rows, "test": [("x", 0), ("y", 1)]}, split_by="random"))
