@@ -90,8 +90,9 @@ class ProgressBar(ProgressCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the training.
 
-    A second signal ends the process at once. With several processes, the signal may reach them in different steps, or
-    reach only one of them. They agree on a step, and ignore further signals, because launchers repeat them.
+    An evaluation that is due comes after the checkpoint, which is then saved again, with its scores. A second signal
+    ends the process at once. With several processes, the signal may reach them in different steps, or reach only one
+    of them. They agree on a step, and ignore further signals, because launchers repeat them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -119,12 +120,16 @@ class StopOnSignal(TrainerCallback):
         asked = self.signal is not None if accelerator.num_processes == 1 else accelerator.check_trigger()
         if asked:
             self.signal = self.signal or signal.SIGTERM
+            if control.should_evaluate:
+                assert self.trainer.model is not None
+                self.trainer._save_checkpoint(self.trainer.model, trial=None)
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            if args.save_total_limit == 1:
+                args.save_total_limit = 2  # with 1 the Trainer would delete this checkpoint, and keep the best
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Skip the evaluation of an unfinished epoch."""
-        if self.signal is not None:
+        if self.signal is not None and not float(state.epoch).is_integer():
             control.should_evaluate = control.should_save = False
 
     def give_back(self) -> None:

@@ -30,12 +30,21 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
     known, best = {"loss", *metrics}, args.metric_for_best_model
     if best is not None and best.removeprefix("eval_") not in known:
         raise ValueError(f"metric_for_best_model={best!r}: choose from {', '.join(sorted(known))}.")
+    if args.bf16_full_eval or args.fp16_full_eval:
+        raise ValueError("bf16_full_eval and fp16_full_eval would round the model that is saved. Set bf16 or fp16.")
     folder.clear()
     trainer.accelerator.wait_for_everyone()
     # All processes look before the first of them writes a checkpoint.
     checkpoint = args.resume_from_checkpoint or newest_whole_checkpoint(args.folder)
     trainer.accelerator.wait_for_everyone()
-    state = None if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    path = Path(checkpoint or "", TRAINER_STATE_NAME)
+    state = None if checkpoint is None else TrainerState.load_from_json(str(path))
+    if state is not None and state.best_model_checkpoint is not None:
+        moved = args.folder / Path(state.best_model_checkpoint).name  # where it is now if the folder was moved
+        if moved.exists() and not Path(state.best_model_checkpoint).exists():
+            state.best_model_checkpoint = str(moved)
+            if main:
+                state.save_to_json(str(path))
     if main:
         folder.write()
         says = "starts" if state is None else f"continues from step {state.global_step}"
@@ -49,6 +58,8 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except RuntimeError as error:
+        if "PytorchStreamWriter" in str(error) or "inline_container" in str(error):
+            raise OSError(f"a checkpoint could not be written, as on a full disk ({str(error)[:200]}).") from error
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
         raise ValueError(

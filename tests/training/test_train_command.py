@@ -15,6 +15,7 @@ from families import CONFIGS, tiny_config
 from file_edits import edit_json
 from launching import ROOT, run_processes
 from rsa_hf import patch_model
+from rsa_hf.training.callbacks import RSACallback
 from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights, saved_weights
 
@@ -82,14 +83,14 @@ def written(folder, settings):
 
 
 def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, text, run):
-    words = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir", tmp_path / "out"]
-    assert run(*words)[0] == 0
+    words = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir"]
+    assert run(*words, tmp_path / "out")[0] == 0
     expected = saved_weights(tmp_path / "out")
     edit_json(tmp_path / "out" / "run.json", lambda record: record.pop("result"))
     (tmp_path / "out" / "model.safetensors").unlink()
-    code, out, _ = run(*words)
+    code, out, _ = run(*words, (tmp_path / "out").rename(tmp_path / "moved"))
     assert code == 0 and "continues from step 8" in out
-    assert_same_weights(saved_weights(tmp_path / "out"), expected)
+    assert_same_weights(saved_weights(tmp_path / "moved"), expected)
 
 
 def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect, functions, run):
@@ -101,9 +102,10 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect,
     assert code == 0 and "classifier" in out  # announced as new
     assert run(*words, "--logging_steps", 7)[0] == 0  # changes nothing that is learned
     corrected = data.read_text().replace('"target": 1', '"target": 2', 1).replace('"target": 2', '"target": 0', 1)
-    data.write_text(corrected)
-    code, _, err = run(*words)
-    assert code == 2 and "the data" in err
+    for text in (corrected, data.read_text().replace('"idx": 0', '"idx": 77')):
+        data.write_text(text)
+        code, _, err = run(*words)
+        assert code == 2 and "the data" in err
     data.write_text(functions.read_text())
     code, _, err = run(*words, "--learning_rate", 1e-3)
     assert code == 2 and "learning_rate" in err
@@ -143,6 +145,9 @@ def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     longer = [json.loads(run(*evaluation, f"--max{_}seq{_}length", 16)[1])["roc_auc"] for _ in "_-"]
     assert longer[0] == longer[1] != pytest.approx(scores["roc_auc"])
     assert run(*evaluation, "--threshold", "nan")[0] == 2
+    assert "its class 1" not in run(*evaluation)[2]
+    edit_json(tmp_path / "out" / "checkpoint-3" / "config.json", lambda c: c["id2label"].update({"1": "SAFE"}))
+    assert "of its class 1, 'SAFE'" in run("evaluate", "defect", tmp_path / "out" / "checkpoint-3", config)[2]
     at = json.loads(run(*evaluation, "--threshold", 1)[1])["accuracy_at_threshold"]
     assert at == sum(json.loads(line)["target"] == 0 for line in functions.read_text().splitlines()) / 42
     assert run("predict", tmp_path / "out", functions, f"--output={tmp_path}/new/scores.jsonl")[0] == 0
@@ -180,6 +185,7 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
     [
         (["train", "lm", "CONFIG", "--learning_rate=1e30", "--logging_steps=1"], "the loss is"),
         (["train", "lm", "CONFIG", "--metric_for_best_model=perplexity"], "choose from bits_per_byte, loss,"),
+        (["train", "lm", "CONFIG", "--bf16_full_eval=true"], "would round the model that is saved"),
         (["train", "lm", "--max_steps=1", "CONFIG"], "a CONFIG comes before all keys"),
         (["train", "lm", "CONFIG", "--config_overrides={}", "--model_type=bert"], "sees the tokens that it predicts"),
         (["train", "lm", "absent.yaml"], "absent.yaml"),
@@ -262,6 +268,33 @@ def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(
     assert code == 0 and "had finished" in out
     assert "bits per byte" in out
     assert (tmp_path / "parts" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_stop_keeps_its_checkpoint_and_the_evaluation_that_is_due(tmp_path, text, run, monkeypatch, strategy):
+    often = {"eval_strategy": strategy, "save_strategy": strategy, "save_total_limit": 1, "max_steps": -1}
+    settings = {**LM, **often, "train_file": str(text), "per_device_train_batch_size": 64, "num_train_epochs": 2}
+    words = ["train", "lm", written(tmp_path, settings), "--output_dir"]
+
+    def evaluations(folder):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        found = [(record["step"], record["eval_loss"]) for record in state["log_history"] if "eval_loss" in record]
+        return found, state["best_global_step"]
+
+    assert run(*words, tmp_path / "whole")[0] == 0
+    (stop, _), *others = evaluations(tmp_path / "whole")[0]
+    assert others
+
+    def interrupt(self, args, state, control, **kwargs):
+        if state.global_step == stop - 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as context:
+        context.setattr(RSACallback, "on_step_begin", interrupt)
+        assert run(*words, tmp_path / "parts")[0] == 128 + signal.SIGTERM
+    assert f"continues from step {stop}" in run(*words, tmp_path / "parts")[1]
+    assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
+    assert_same_weights(saved_weights(tmp_path / "parts"), saved_weights(tmp_path / "whole"))
 
 
 @pytest.mark.slow  # starts processes

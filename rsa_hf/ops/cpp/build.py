@@ -23,7 +23,7 @@ from rsa_hf.utils.files import atomic_write
 SOURCES = {Path(__file__).with_name("scan.cpp"): "-O3", Path(__file__).with_name("operator.cpp"): "-O1"}
 HEADER = Path(__file__).with_name("problem.h")
 TORCH = Path(torch.__file__).parent
-LONGEST = 120  # seconds for the compiler
+LONGEST = 600  # seconds for the compiler
 
 
 @functools.lru_cache(maxsize=1)
