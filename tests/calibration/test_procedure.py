@@ -81,22 +81,19 @@ def loss(model, given):
         return sum(float(model(**batch).loss) for batch in given) / len(given)
 
 
-@pytest.mark.parametrize("broken", ["another head", "the other sign"])
-def test_a_broken_score_loses(shifted, broken, monkeypatch):
+def test_a_broken_score_loses(shifted, monkeypatch):
     torch.manual_seed(1)
-    original = choice.score
-
-    def score(*arguments):
-        found = original(*arguments)
-        change = (lambda x: x.roll(1, 1)) if broken == "another head" else (lambda x: -x)
-        parts = ([change(rows) for rows in each] for each in (found.recurrence, found.whole))
-        return choice.Scores(*parts, found.masses, found.terms)
-
-    given = batches()
+    original, given = choice.score, batches(24, 12)
     right = run_calibration(shifted, given, progress=False)
-    monkeypatch.setattr(procedure, "score", score)
-    wrong = run_calibration(shifted, given, progress=False)
-    assert wrong.gain < right.gain / 2
+    for change in (lambda x: x.roll(1, 1), torch.neg):  # another head, the other sign
+
+        def score(*arguments, change=change):
+            found = original(*arguments)
+            parts = ([change(rows) for rows in each] for each in (found.recurrence, found.whole))
+            return choice.Scores(*parts, found.masses, found.terms)
+
+        monkeypatch.setattr(procedure, "score", score)
+        assert run_calibration(shifted, given, progress=False).gain < right.gain / 2
 
 
 @pytest.mark.slow  # a hundred calibrations
@@ -121,12 +118,12 @@ def test_rows_of_one_document_are_no_evidence_for_each_other():
 def test_more_passes_gain_more(shifted):
     torch.manual_seed(1)
     given, fresh = batches(), batches()
-    plans = [calibrate(shifted, given, progress=False, gate_passes=passes) for passes in (1, 2, 4)]
+    plans = [calibrate(shifted, given, progress=False, gate_passes=passes) for passes in (1, 3)]
     losses = [loss(patch_model(copy.deepcopy(shifted), plan), fresh) for plan in plans]
-    assert losses[0] > losses[1] > losses[2]
+    assert losses[0] > losses[1]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_few_rows_show_the_gain_or_say_how_many_could(shifted, seed):
     torch.manual_seed(seed)
     found = run_calibration(shifted, batches(12, 4), progress=False)
@@ -237,23 +234,15 @@ def test_a_head_that_knows_the_labels_is_not_trained(shifted):
     assert run_calibration(model, [{"input_ids": ids, "labels": labels}], progress=False).head_steps == 0
 
 
-CONTEXTS = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "device": lambda: torch.device("meta"),
-}
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_a_context_of_pytorch_changes_nothing(context, monkeypatch):
+def test_a_context_of_pytorch_changes_nothing(monkeypatch):
     monkeypatch.setattr(procedure, "CERTAIN", -math.inf)  # so that heads are named
     settings = {"false_discoveries": 1.0, "gate_passes": 1, "head_steps": 2, "progress": False}
     model = classifier()
     given = labelled_rows(model)
     expected = run_calibration(model, given, **settings)
     assert expected.heads and expected.head_steps
-    with CONTEXTS[context]():
-        if context == "inference_mode":
-            given = [{name: tensor.clone() for name, tensor in batch.items()} for batch in given]
-        assert run_calibration(model, given, **settings) == expected
+    autocast, meta = torch.autocast("cpu", torch.bfloat16), torch.device("meta")
+    for context in (autocast, torch.no_grad(), torch.inference_mode(), meta):
+        with context:
+            copies = [{name: tensor.clone() for name, tensor in batch.items()} for batch in given]
+            assert run_calibration(model, copies, **settings) == expected, context
