@@ -16,7 +16,6 @@ from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.rem import Rems
 
 S = 45
-SIZES = [(6, 6, 1), (6, 2, 33), (8, 2, 64), (6, 3, 100)]
 
 
 def named_layer(H):
@@ -56,11 +55,15 @@ def expected_step(heads, attention, value, position=S - 1, visible=None):
     ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )
 @pytest.mark.parametrize(
-    ("make", "H", "Hv", "D"), [*((layer, *each) for each in SIZES), (named_layer, 6, 6, 5), (named_layer, 12, 4, 17)]
+    ("make", "H", "Hv", "D"),
+    [
+        *((layer, *sizes) for sizes in ((6, 6, 1), (6, 2, 33), (8, 2, 64), (6, 3, 100))),
+        *((named_layer, *sizes) for sizes in ((6, 6, 5), (12, 4, 17))),
+    ],
 )
 def test_a_step_agrees_with_dense_p(backend, dtype, tolerance, make, H, Hv, D):
-    if backend == "triton" and dtype != torch.float32:  # its kernels take no float64, and interpreted they are slow
-        D = min(D, 17)
+    if backend == "triton":  # its kernels take no float64, and interpreted they are slow
+        D = min(D, 64 if dtype == torch.float32 else 17)
         dtype, tolerance = (torch.float16, 3e-3) if dtype == torch.float64 else (dtype, tolerance)
     heads, (attention, value), slots = make(H).to(device()), tensors(H, Hv, D, dtype), torch.arange(S, device=device())
     padding = slots >= torch.tensor([[7], [0]], device=device())
@@ -71,6 +74,8 @@ def test_a_step_agrees_with_dense_p(backend, dtype, tolerance, make, H, Hv, D):
         "static cache": ((slots <= 30).expand(2, -1), 30, None),
         "static cache and padding": ((slots <= 30) & padding, 30, None),
     }
+    if backend == "triton" and dtype != torch.float32:
+        masks = {name: masks[name] for name in ("window of 9", "static cache and padding")}
     for name, (seen, position, window) in masks.items():
         visible = torch.ones(2, S, dtype=torch.bool, device=device()) if seen is None else seen
         visible = visible & (position - slots < (window or S))
