@@ -15,7 +15,6 @@ EXPERIMENT = find_experiment("rivals")
 
 @pytest.fixture(scope="module")
 def measured():
-    """One short run of every variant of GPT-2."""
     grid = EXPERIMENT.grid("toy", 1)
     short = [{**each, "steps": 3, "scored": 500} for each in grid if each["learning_rate"] == 1e-3]
     return [finished(each, rivals.measure(each)) for each in short]
@@ -60,7 +59,7 @@ def test_early_stopping_ends_with_the_best_weights():
     for early_stopping in (False, True):
         torch.manual_seed(0)
         model = build("llama", SHAPES["0.03M"])
-        plan = {"learning_rate": 3e-2, "steps": 200, "evaluations": 20, "seed": 0}
+        plan = {"learning_rate": 3e-2, "steps": 100, "evaluations": 20, "seed": 0}
         curves.append(train_on_bytes(model, text, SHAPES["0.03M"], early_stopping=early_stopping, **plan))
         left.append(bits_per_byte(model, text.validation))
     assert left[0] == curves[0][-1] > min(curves[0]) == left[1]

@@ -62,7 +62,6 @@ def dense_mix(module, weights, value, **masks):
 
 
 def layer_error(name, module, call, weights, value, real, **masks):
-    """The error of an attention module's output at real tokens, against the explicit P."""
     states, residual, output = call
     mixed = dense_mix(module, weights, value, **masks)
     return relative_error(output[real], output_from(name, module, states, residual, mixed)[real])

@@ -22,7 +22,6 @@ from texts import CACHES, padded, padded_batch
 
 ALL_HEADS = RSAConfig(num_regular=4, num_cyclical_pairs=2, gate_init=30.0)  # P alone
 build_with = partial(build_adapted, language_model=True)
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 NAMES = ["bloom", "codegen", "falcon", "gpt2", "gptj", "llama", "mpt"]
 
 
@@ -119,7 +118,8 @@ def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_pat
 
 
 def test_a_module_inside_cross_attention_gets_no_heads():
-    config = Blip2QFormerConfig(**SIZES, encoder_hidden_size=32)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = Blip2QFormerConfig(**sizes, hidden_size=32, encoder_hidden_size=32)
     probe = {name: torch.randn(1, 6, 32) for name in ("query_embeds", "encoder_hidden_states")}
     model = patch_model(Blip2QFormerModel(config), RSAConfig(num_regular=1), probe_inputs=probe)
     assert [name.split(".")[3] for name in model.config.rsa["modules"]] == ["attention", "attention"]

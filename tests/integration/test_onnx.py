@@ -27,16 +27,10 @@ def exported(onnxruntime, tmp_path_factory):
     model = patch_model(build("roberta"), FULL_PLAN)
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
     ids = torch.randint(3, VOCAB, (2, 11))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=100)}
-    torch.onnx.export(
-        model,
-        (),
-        path,
-        kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        dynamic_shapes={"input_ids": dynamic, "attention_mask": dynamic},
-        input_names=["input_ids", "attention_mask"],
-        dynamo=True,
-    )
+    shapes = {"dynamic_shapes": dict.fromkeys(batch, dynamic), "input_names": list(batch)}
+    torch.onnx.export(model, (), path, kwargs=batch, **shapes, dynamo=True)
     return model, onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 

@@ -34,7 +34,6 @@ def trained(model, plan=FULL_PLAN):
 
 @pytest.fixture
 def saved(tmp_path):
-    """The folder of a patched RoBERTa."""
     trained(build("roberta")).save_pretrained(tmp_path)
     return tmp_path
 

@@ -18,15 +18,11 @@ from rsa_hf.ops.mask import AttentionMask
 LAYER = RSAConfig(
     num_regular=2, num_cyclical_pairs=1, num_dilated_regular=1, num_dilated_cyclical_pairs=1, dilation=[2, 3, 40]
 )
+NEAR_ONE = math.atanh(1 - 1e-7) / 20  # η of such a λ
 STORED = {
     "saturated": {"eta": (1e4, -1e4, 0.42), "nu": (0.8, 1e4), "theta": (1e9, -0.3), "mu": (0.02,)},
     "infinite": {"eta": (math.inf, 0.0, -math.inf), "nu": (math.inf, -math.inf), "theta": (1e30, 0.0), "mu": (0.0,)},
-    "open": {
-        "eta": (math.atanh(1 - 1e-7) / 20, -0.05, 0.0),
-        "nu": (0.805, 0.0),
-        "theta": (-1e9, 1e4),
-        "mu": (math.inf,),
-    },
+    "open": {"eta": (NEAR_ONE, -0.05, 0.0), "nu": (0.805, 0.0), "theta": (-1e9, 1e4), "mu": (math.inf,)},
 }
 FAMILIES = ("gpt2", "bert", "llama", "transformer_xl")
 CASES = ("plain", "one token", "a row of padding", "nothing but padding", "single tokens", "packed")
@@ -175,9 +171,9 @@ def test_nothing_overflows_behind_a_shut_gate(dtype, mu):
         heads.mu.fill_(mu)
         heads.eta.fill_(1e4)
     most, options = torch.finfo(dtype).max, {"dtype": dtype, "device": device()}
-    value, attention = torch.full((1, 4, 40, 3), most, **options), torch.full((1, 40, 4, 3), -most, **options)
-    for T in (40, 1):
-        mask = AttentionMask(T, 40, 40 - T, True)
+    value, attention = torch.full((1, 4, 20, 3), most, **options), torch.full((1, 20, 4, 3), -most, **options)
+    for T in (20, 1):
+        mask = AttentionMask(T, 20, 20 - T, True)
         with torch.no_grad():
             assert torch.equal(heads(attention[:, -T:], value, mask), attention[:, -T:])
         mixed = heads(attention[:, -T:], value.requires_grad_(), mask)
