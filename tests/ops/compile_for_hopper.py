@@ -42,15 +42,10 @@ def variants():
                 yield name, kernel, dtype, tuning, 64, BARE
     for kernel in ("forward", "backward", "splits"):
         tuning = candidates(kernel, 64, 16)[0]
-        flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
-        flags |= {
-            "packed": {"packed": True},
-            "windowed": {"windowed": True},
-            "free_lags": {"lags": 3},
-            "documented": {"splits": 8},
-        }
         everything = {"causal": False, "masked": True, "packed": True, "windowed": True, "splits": 8, "lags": 3}
-        flags |= {"everything": everything}
+        flags = {"bidirectional": {"causal": False}, "masked": {"masked": True}, "alone": {"mixed": False}}
+        flags |= {"packed": {"packed": True}, "windowed": {"windowed": True}, "free_lags": {"lags": 3}}
+        flags |= {"documented": {"splits": 8}, "everything": everything}
         for name, changed in flags.items():
             yield f"{kernel}_{name}", kernel, torch.bfloat16, tuning, 64, BARE | changed
     for head_size, block in ((80, 32), (256, 64), (16, 16), (20, 32)):
