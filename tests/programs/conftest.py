@@ -19,6 +19,11 @@ from rsa_hf import RSAConfig, patch_model
 BIN = Path(sys.executable).parent
 
 
+def rows(program, **named):
+    """Parameters by what is tried with each, which is its row on the page."""
+    return [pytest.param(value, marks=pytest.mark.program(program, what)) for what, value in named.items()]
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "program(name, what, refused=None): a row of PROGRAMS.md")
 

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import rsa_hf.peft
 from launching import ROOT, run_python
-from programs.conftest import BIN
+from programs.conftest import BIN, rows
 from rsa_hf import is_patched
-
-TWO_CPUS = ROOT / "configs" / "accelerate" / "two_cpus_gloo.yaml"
 
 
 def rsa_tensors(folder):
@@ -92,15 +90,15 @@ def texts(sentences):
     return [{"text": text} for text in sentences]
 
 
-@pytest.mark.program("trl", "`trl sft`: gates and rates learn, and are saved")
-def test_trl_sft(trl, texts, patched, tmp_path):
-    trl("sft", texts)
-    assert has_moved(tmp_path / "trained", patched)
+SFT = {
+    "`trl sft`: gates and rates learn, and are saved": "",
+    "`trl sft --packing`: wrapped rows": "--packing --packing_strategy wrapped --max_length 64",
+}
 
 
-@pytest.mark.program("trl", "`trl sft --packing`: wrapped rows")
-def test_trl_sft_with_packing(trl, texts, patched, tmp_path):
-    trl("sft", texts * 4, "--packing", "--packing_strategy", "wrapped", "--max_length", "64")
+@pytest.mark.parametrize("options", rows("trl", **SFT))
+def test_trl_sft(options, trl, texts, patched, tmp_path):
+    trl("sft", texts * 4, *options.split())
     assert has_moved(tmp_path / "trained", patched)
 
 
@@ -144,23 +142,21 @@ def test_trl_grpo(trl, sentences, patched, tmp_path):
 # --- transformers and accelerate ----------------------------------------------------------------------------------
 
 
-@pytest.mark.program("transformers", "`transformers serve`: a chat completion is what `generate` gives")
-def test_transformers_serve(patched, tokenizer, tmp_path):
-    check_serve(patched, tokenizer, tmp_path)
+SERVE = {
+    "`transformers serve`: a chat completion is what `generate` gives": "",
+    "`transformers serve --continuous-batching`: the same": (
+        "--continuous-batching --cb-num-blocks 64 --cb-max-batch-tokens 64"
+    ),
+}
 
 
-@pytest.mark.program("transformers", "`transformers serve --continuous-batching`: the same")
-def test_transformers_serve_with_continuous_batching(patched, tokenizer, tmp_path):
-    options = "--continuous-batching --cb-num-blocks 64 --cb-max-batch-tokens 64"
-    check_serve(patched, tokenizer, tmp_path, *options.split())
-
-
-def check_serve(patched, tokenizer, tmp_path, *options):
+@pytest.mark.parametrize("options", rows("transformers", **SERVE))
+def test_transformers_serve(options, patched, tokenizer, tmp_path):
     pytest.importorskip("uvicorn", reason="needs transformers[serving]: make programs")
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    serve = ["transformers", "serve", str(patched), "--port", str(port), "--device", "cpu", *options]
+    serve = ["transformers", "serve", str(patched), "--port", str(port), "--device", "cpu", *options.split()]
     command = [BIN / "rsa-hf", "run", *serve]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
@@ -204,7 +200,8 @@ def test_accelerate_launch(patched, tmp_path):
         # In one write, as both processes write to the same pipe.
         "print(f'loaded on {state.process_index} of {state.num_processes}\\n', end='', flush=True)\n"
     )
-    launch = ("-m", "accelerate.commands.launch", "--config_file", TWO_CPUS, "-m", "rsa_hf.run")
+    config = ROOT / "configs" / "accelerate" / "two_cpus_gloo.yaml"
+    launch = ("-m", "accelerate.commands.launch", "--config_file", config, "-m", "rsa_hf.run")
     ended = run_python(*launch, "score.py", code=0, cwd=tmp_path)
     loaded = [line for line in ended.stdout.splitlines() if line.startswith("loaded")]
     assert sorted(loaded) == ["loaded on 0 of 2", "loaded on 1 of 2"]

@@ -11,6 +11,7 @@ import families
 import rsa_hf.peft
 from launching import run_python
 from peft_adapters import adapter_values, logits
+from programs.conftest import rows
 from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
 
 PLAN = RSAConfig(num_regular=2, num_cyclical_pairs=1, gate_init=0.0)
@@ -177,11 +178,6 @@ trainer = Trainer(model, args, train_dataset=data)
 trainer.train()
 trainer.save_model()
 """
-
-
-def rows(program, **named):
-    """Parameters by what is tried with each, which is its row on the page."""
-    return [pytest.param(value, marks=pytest.mark.program(program, what)) for what, value in named.items()]
 
 
 ZERO = {f"ZeRO-{stage} in the Trainer, one process on the CPU": stage for stage in (2, 3)}
