@@ -110,7 +110,6 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(params=["pytorch", "cpp"])
 def cpu_backend(request, monkeypatch):
-    """Each backend for the CPU in turn."""
     return use_backend(request.param, monkeypatch)
 
 

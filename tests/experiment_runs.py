@@ -74,7 +74,6 @@ def fake_runs(name, arm, tests, validations=None, rate=1e-3, **settings):
 
 
 def conclude(name, *runs):
-    """The conclusion of an experiment from lists of runs."""
     experiment = find_experiment(name)
     return experiment.conclude(experiment.summarise([run for each in runs for run in each]))
 

@@ -14,7 +14,6 @@ from rsa_hf import is_patched
 from small_runs import assert_same_weights
 
 README = ROOT / "README.md"
-NOTEBOOK = ROOT / "scripts" / "tour.ipynb"
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
 
 STAND_INS = {
@@ -84,7 +83,6 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path,
 
 
 def check(page, names, folder):
-    """What the code of a page has computed and written."""
     match page:
         case "README.md":
             assert names["calibration"].num_rows == 64
@@ -132,7 +130,7 @@ def test_the_commands_that_train_run_in_order(tmp_path, monkeypatch, run):
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("matplotlib", reason="it draws: pip install 'rsa_hf[plot]'").use("Agg")
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT / "scripts" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     names: dict = {}
     for i, cell in enumerate(cells):
         if cell["cell_type"] == "code":

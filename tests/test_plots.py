@@ -19,7 +19,6 @@ def gpt2(layers, **plan):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved."""
     saved, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **how: (saved.append(self), save(self, *args, **how)))
     return saved

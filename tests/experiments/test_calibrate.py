@@ -13,13 +13,8 @@ from experiments.calibrate import arms as v
 from experiments.variants import NO_RECURRENCE, patched_modules
 from rsa_hf import HeadConfig, RSAConfig
 
-PLAN = RSAConfig(
-    heads=[
-        HeadConfig(0, 1, "regular", 0.5, 0.2),
-        HeadConfig(0, 3, "sin", 0.7, 0.1, 0.6),
-        HeadConfig(1, 0, "cos", 0.6, 0.3),
-    ]
-)
+HEADS = [(0, 1, "regular", 0.5, 0.2), (0, 3, "sin", 0.7, 0.1, 0.6), (1, 0, "cos", 0.6, 0.3)]
+PLAN = RSAConfig(heads=[HeadConfig(*head) for head in HEADS])
 LENGTH = 48
 
 

@@ -28,17 +28,9 @@ def classifier():
 
 
 def test_a_card_has_the_facts_the_report_and_the_picture(model, tmp_path):
-    card = ModelCard.load(
-        write_card(
-            model,
-            tmp_path,
-            name="someone/rsa",
-            base_model="openai-community/gpt2",
-            dataset="Salesforce/wikitext",
-            scores={"test": {"accuracy": 0.61234, "loss": 2.0}, "seed 3": {"accuracy": 0.5}},
-            seed=3,
-        )
-    )
+    facts = {"name": "someone/rsa", "base_model": "openai-community/gpt2", "dataset": "Salesforce/wikitext"}
+    scores = {"test": {"accuracy": 0.61234, "loss": 2.0}, "seed 3": {"accuracy": 0.5}}
+    card = ModelCard.load(write_card(model, tmp_path, **facts, scores=scores, seed=3))
     assert (card.data.base_model, card.data.library_name) == ("openai-community/gpt2", "transformers")
     assert card.data.datasets == ["Salesforce/wikitext"]
     assert {"rsa_hf", "rsa"} <= set(card.data.tags)
@@ -179,10 +171,9 @@ def test_a_card_of_an_earlier_version_is_updated(model, tmp_path, comment):
     model.save_pretrained(tmp_path)
     path = tmp_path / "README.md"
     text = path.read_text()
-    path.write_text(
-        re.sub("<!-- rsa_hf: generated.*?-->\n.*?##", f"<!-- rsa_hf: {comment} -->\nold ##", text, count=1)
-    )
-    assert path.read_text() != text
+    earlier = re.sub("<!-- rsa_hf: generated.*?-->\n.*?##", f"<!-- rsa_hf: {comment} -->\nold ##", text, count=1)
+    assert earlier != text
+    path.write_text(earlier)
     model.save_pretrained(tmp_path)
     assert path.read_text() == text
 

@@ -18,7 +18,6 @@ SECTION = "<!-- rsa_hf: end -->"
 
 @pytest.fixture
 def model():
-    """A classifier with gates and rates away from their initial values."""
     model = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     return move_rates(patch_model(model, RSAConfig(**FULL_PLAN)))
 

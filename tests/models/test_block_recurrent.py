@@ -81,19 +81,18 @@ def written_out(model, row, late=False):
     return rms(hidden, model.model.norm) @ model.lm_head.weight.T
 
 
-CASES = {
-    "skip_fixed": ("skip", "fixed", None, "sdpa"),
-    "single_lstm": ("single", "lstm", None, "eager"),
-    "dual_fixed": ("dual", "fixed", {}, "sdpa"),
-    "dual_lstm": ("dual", "lstm", {}, "eager"),
-    "single_fixed": ("single", "fixed", {}, "sdpa"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_agrees_with_loops_over_windows_and_tokens(case):
+@pytest.mark.parametrize(
+    ("cell", "gate", "rsa", "attention"),
+    [
+        ("skip", "fixed", None, "sdpa"),
+        ("single", "lstm", None, "eager"),
+        ("dual", "fixed", {}, "sdpa"),
+        ("dual", "lstm", {}, "eager"),
+        ("single", "fixed", {}, "sdpa"),
+    ],
+)
+def test_agrees_with_loops_over_windows_and_tokens(cell, gate, rsa, attention):
     """Logits and the gradient of every parameter, over two full windows and a part."""
-    cell, gate, rsa, attention = CASES[case]
     model, row = build(attention, rsa, cell=cell, gate=gate).double(), text(batch=1, length=2 * WINDOW + 3)[0]
     found = values_and_gradients(model, model(row[None]).logits[0])
     expected = values_and_gradients(model, written_out(model, row))

@@ -26,7 +26,6 @@ def draw(B=3, T=17):
 
 
 def by_hand(model, ids):
-    """Each row and layer stepped token by token."""
     rows = []
     for row in ids:
         inputs = list(model.embeddings(row))
@@ -45,7 +44,6 @@ def by_hand(model, ids):
 @pytest.mark.parametrize("dilations", [[1, 1], [1, 2], [3, 20]])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_agrees_with_cells_stepped_by_hand(cell, dilations, bidirectional):
-    """Values and gradients, in float64."""
     settings = {"cell": cell, "bidirectional": bidirectional}
     model, ids = build(**settings, dilations=dilations).double(), draw()
     found = values_and_gradients(model, model(ids).last_hidden_state)

@@ -31,9 +31,7 @@ def label(value):
     return {None: "plain", "{}": "rsa"}.get(value if value is None else str(value))
 
 
-each_kind = pytest.mark.parametrize(("name", "rsa"), KINDS, ids=label)
 each_kind_and_setting = pytest.mark.parametrize(("name", "rsa"), MORE_KINDS, ids=label)
-each_case = pytest.mark.parametrize(("name", "rsa", "attention"), CASES, ids=label)
 each_model = pytest.mark.parametrize("name", TINY)
 each_model_with_attention = pytest.mark.parametrize("name", WITH_ATTENTION)
 
@@ -42,7 +40,7 @@ each_model_with_attention = pytest.mark.parametrize("name", WITH_ATTENTION)
 
 
 @pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)
-@each_case
+@pytest.mark.parametrize(("name", "rsa", "attention"), CASES, ids=label)
 @torch.no_grad()
 def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch):
     model, tokens = build(name, attention, rsa), text()
@@ -58,7 +56,7 @@ def test_segments_equal_one_long_text(name, rsa, attention, lengths, monkeypatch
         assert difference(in_segments(model, tokens, lengths), whole.logits) > 1e-3
 
 
-@each_kind
+@pytest.mark.parametrize(("name", "rsa"), KINDS, ids=label)
 def test_no_gradient_reaches_the_previous_segment(name, rsa):
     model, tokens = build(name, rsa=rsa), text()
     embedded = model.get_input_embeddings()(tokens[:, :12]).detach().requires_grad_()

@@ -19,7 +19,6 @@ build = partial(tiny.build, "sru_plus_plus")
 
 
 def by_hand(model, tokens, gate_sees_the_cell=True):
-    """Each row, layer and step on its own."""
     rows = []
     for row in tokens:
         inputs = list(model.embeddings(row))

@@ -11,14 +11,13 @@ from models import tiny
 from models.tiny import CHUNK, attention_by_hand, text, values_and_gradients
 from references import relative_error
 from rsa_hf.layer import RSAHeads
+from rsa_hf.models.interface_attention import sinusoids
 from rsa_hf.models.temporal_latent_bottleneck import modeling_temporal_latent_bottleneck as modeling
 
 build = partial(tiny.build, "temporal_latent_bottleneck")
-RSA = pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
 
 
 def by_hand(model, tokens):
-    """The logits as loops over rows, chunks and queries."""
     return torch.stack([_row(model, row) for row in tokens])
 
 
@@ -72,7 +71,7 @@ def _self_attention(module, x):
     return attention_by_hand(module, *qkv.unbind(1)) @ module.out.weight.T
 
 
-@RSA
+@pytest.mark.parametrize("rsa", [None, {}], ids=["plain", "rsa"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_agrees_with_loops(attention, rsa):
     """Values and gradients over four chunks and a part of one, in float64."""
@@ -87,29 +86,20 @@ def test_agrees_with_loops(attention, rsa):
         assert relative_error(found[name], value) <= 1e-5, name
 
 
-def never_updated(monkeypatch):
-    monkeypatch.setattr(modeling, "kept", lambda rows, new, old: old)
+BROKEN = {
+    "states are never updated": (modeling, "kept", lambda rows, new, old: old),
+    "tokens see all of the chunk": (torch.Tensor, "tril", lambda self, diagonal=0: self),
+    "states have no positions": (modeling, "sinusoids", lambda d, n: sinusoids(d, n) * (len(d) == CHUNK)),
+    "recurrence is off": (RSAHeads, "forward", lambda self, attention, value, mask: attention),
+}
 
 
-def sees_all_of_the_chunk(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "tril", lambda self, diagonal=0: self)
-
-
-def states_without_positions(monkeypatch):
-    sinusoids = modeling.sinusoids
-    monkeypatch.setattr(modeling, "sinusoids", lambda d, n: sinusoids(d, n) * (len(d) == CHUNK))
-
-
-def recurrence_is_off(monkeypatch):
-    monkeypatch.setattr(RSAHeads, "forward", lambda self, attention, value, mask: attention)
-
-
-@pytest.mark.parametrize("broken", [never_updated, sees_all_of_the_chunk, states_without_positions, recurrence_is_off])
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 @torch.no_grad()
 def test_a_broken_model_does_not_agree_with_loops(broken, monkeypatch):
     model, tokens = build(rsa={}).double(), text(length=23)
     expected = by_hand(model, tokens)
-    broken(monkeypatch)
+    monkeypatch.setattr(*broken)
     assert relative_error(model(tokens).logits, expected) > 1e-2
 
 

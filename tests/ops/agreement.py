@@ -23,13 +23,10 @@ def draw(T, S=None, dtype=torch.float64, B=2, D=3):
 
 
 def product(value, decay, theta, **masks):
-    """P V of the heads of `KINDS`."""
     return rem_product(value, KINDS, decay, theta, DILATION, **masks)
 
 
 class Product(torch.nn.Module):
-    """The same as a module."""
-
     def forward(self, value, decay, theta):
         return product(value, decay, theta)
 

@@ -103,21 +103,16 @@ def test_an_ignored_mask_is_caught(masks, broken):
     assert relative_error(found, dense_rem_product(value, KINDS, decay, theta, (1,) * 6, **broken)) > 1e-2
 
 
-def cosine_without_lag(kind, rate, angle, lag):
-    return rate**lag * torch.cos(angle) if kind == "cos" else lag_weight(kind, rate, angle, lag)
+# Known errors of public re-implementations, as weights of a lag.
+WRONG = {
+    "cos has no lag": lambda kind, rate, angle, lag: lag_weight(kind, rate, angle / lag ** (kind == "cos"), lag),
+    "the lag is the weight": lambda kind, rate, angle, lag: torch.tensor(float(lag), dtype=rate.dtype),
+    "long lags are 1": lambda kind, rate, angle, lag: lag_weight(kind, rate, angle, lag if lag < 10 else 0),
+}
 
 
-def lag_matrix(kind, rate, angle, lag):
-    return torch.tensor(float(lag), dtype=rate.dtype)
-
-
-def long_lags_are_one(kind, rate, angle, lag):
-    return lag_weight(kind, rate, angle, lag if lag < 10 else 0)
-
-
-@pytest.mark.parametrize("broken", [cosine_without_lag, lag_matrix, long_lags_are_one])
+@pytest.mark.parametrize("broken", WRONG.values(), ids=WRONG)
 def test_a_wrong_rem_is_caught(broken):
-    # Known errors of public re-implementations.
     value, decay, theta = draw(17)
     found = product(value, decay, theta)
     wrong = double_loop(value, KINDS, decay, theta, DILATION, weight=broken)

@@ -55,11 +55,6 @@ def sound(name):
     return saved(model, max_shard_size="40KB" if name == "shards" else "5GB")
 
 
-@functools.cache
-def plain_files():
-    return saved(plain("gpt2"))
-
-
 def saved(model, **options):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, **options)
@@ -68,7 +63,6 @@ def saved(model, **options):
 
 
 def write(folder, files):
-    """Replace the content of a folder."""
     for path in folder.iterdir():
         path.unlink()
     for name, content in files.items():
@@ -183,7 +177,7 @@ def require_sound_process(folder):
     write(folder, sound("gpt2"))
     model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
     assert require_right(model, "gpt2", folder, info) is None
-    write(folder, plain_files())
+    write(folder, saved(plain("gpt2")))
     model = AutoModel.from_pretrained(folder)
     assert not is_patched(model)
     assert same_bits(outputs(model), outputs(plain("gpt2")))

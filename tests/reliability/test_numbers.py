@@ -23,17 +23,8 @@ ANGLES = (0.0, math.pi, 1e-30, 2.0, -1e4, 1e9, 1e30)
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 35)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = ("one", "largest", "subnormal")
-MASKS = (
-    "none",
-    "padding",
-    "all padding",
-    "NaN in padding",
-    "single tokens",
-    "documents",
-    "window of 1",
-    "window",
-    "any",
-)
+PADDING, PACKING = ("padding", "all padding", "NaN in padding"), ("single tokens", "documents")
+MASKS = ("none", *PADDING, *PACKING, "window of 1", "window", "any")
 GRADIENTS = ("dV", "d decay", "d theta")
 
 
@@ -66,12 +57,12 @@ def problems(draw, dtypes=DTYPES, sizes=SIZES):
         weights = weights / max(B * D * T * S, 1) / 16  # so that gradients of the rates stay in range
 
     mask, masks = draw(st.sampled_from(MASKS)), {}
-    if mask in ("padding", "all padding", "NaN in padding"):
+    if mask in PADDING:
         keys = torch.rand(B, S, generator=generator) < (0.0 if mask == "all padding" else 0.6)
         masks = {"key_mask": keys}
         if mask == "NaN in padding":
             value = torch.where(keys[:, None, :, None], value, math.nan)
-    elif mask in ("single tokens", "documents"):
+    elif mask in PACKING:
         ends = torch.rand(B, S, generator=generator) < (2.0 if mask == "single tokens" else 0.3)
         masks = {"documents": ends.cumsum(1)}
     elif mask in ("window of 1", "window"):

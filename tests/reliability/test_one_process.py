@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,11 +108,6 @@ def test_the_default_dtype_of_the_process_changes_nothing(family):
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc, which Linux has")
 
 
-def resident_bytes():
-    with open("/proc/self/statm", encoding="utf-8") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def require_flat(model, count, repeat):
     """Call `repeat` with 0 … count − 1, and compare what the process holds in the first and the last quarter."""
     samples = []
@@ -122,7 +118,8 @@ def require_flat(model, count, repeat):
             hooks = [key for module in model.modules() for key, held in vars(module).items() if "hook" in key and held]
             files = len(os.listdir("/proc/self/fd"))
             entries = (len(hooks), len(ALL_ATTENTION_FUNCTIONS), threading.active_count(), files)
-            samples.append((resident_bytes(), len(gc.get_objects()), entries))
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            samples.append((resident, len(gc.get_objects()), entries))
     first, last = samples[: SAMPLES // 4], samples[-(SAMPLES // 4) :]
     more_bytes, more_objects = (max(s[i] for s in last) - max(s[i] for s in first) for i in (0, 1))
     assert more_bytes <= MOST_BYTES

@@ -115,7 +115,6 @@ def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
 
 @pytest.mark.slow  # reads all of it, twice
 def test_devign_has_the_published_counts(data_folder):
-    """As published, and de-duplicated."""
     names = {"train": "train", "validation": "valid", "test": "test"}
     files = {f"{split}_file": str(data_folder / "devign" / f"{name}.jsonl.xz") for split, name in names.items()}
     raw = load_defect_data(DefectDataConfig(deduplicate=False, **files))

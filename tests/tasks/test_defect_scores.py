@@ -16,7 +16,6 @@ LABELLED = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1)), min_size=1,
 
 
 def logits_of(scores):
-    """Logits whose differences are the scores."""
     return np.stack([np.zeros(len(scores)), np.asarray(scores, dtype=float)], axis=1)
 
 

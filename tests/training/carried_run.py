@@ -29,9 +29,8 @@ def tracks():
 
 def run(folder, model, data=None, resume=None, **settings):
     defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "save_steps": 2}
-    trainer = small_runs.trainer(
-        folder, model, tracks() if data is None else data, default_collate, **{**defaults, **settings}
-    )
+    data = tracks() if data is None else data
+    trainer = small_runs.trainer(folder, model, data, default_collate, **{**defaults, **settings})
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

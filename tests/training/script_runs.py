@@ -29,9 +29,8 @@ def write_data(folder, dropout):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     torch.manual_seed(0)
-    BertModel(BertConfig(**sizes, **rates, vocab_size=100, max_position_embeddings=32)).save_pretrained(
-        folder / "bert"
-    )
+    config = BertConfig(**sizes, **rates, vocab_size=100, max_position_embeddings=32)
+    BertModel(config).save_pretrained(folder / "bert")
     # 21 functions or 17 blocks of text for training and 11 or 8 for validation: the last batches are incomplete.
     for split, part in {"train": FUNCTIONS[:21], "valid": FUNCTIONS[21:32]}.items():
         lines = [json.dumps({"func": text, "target": int(i % 4 == 0)}) for i, text in enumerate(part)]
@@ -56,7 +55,6 @@ def arguments(script, data, output, *more):
 
 
 def run_script(script, data, output, *more):
-    """Run a script in this process."""
     run(arguments(script, data, output, *more))
 
 

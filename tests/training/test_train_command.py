@@ -49,7 +49,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer, tmp_path_factory):
-    """A BERT without a head, and its tokenizer of words."""
     folder = tmp_path_factory.mktemp("encoder")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -68,7 +67,6 @@ def functions(tmp_path_factory):
 
 @pytest.fixture
 def defect(encoder, functions):
-    """Settings of a run on the functions."""
     files = {f"{split}_file": str(functions) for split in ("train", "validation", "test")}
     return {"model_name_or_path": str(encoder), **files, "deduplicate": False, "use_cpu": True}
 
