@@ -43,9 +43,20 @@ def draw(T, S=None, B=1, D=16, heads=3, plain=1, groups=1, value_heads=None, dty
 
 
 def agreement(
-    tensors, kinds=KINDS, dilation=DILATION, groups=1, offset=None, causal=True, key_mask=None, documents=None,
-    window=None, visible=None, heads=None, expected_heads=None, derivatives=None,
-):  # fmt: skip
+    tensors,
+    kinds=KINDS,
+    dilation=DILATION,
+    groups=1,
+    offset=None,
+    causal=True,
+    key_mask=None,
+    documents=None,
+    window=None,
+    visible=None,
+    heads=None,
+    expected_heads=None,
+    derivatives=None,
+):
     """Relative errors against dense P in float64 with autograd, by name.
 
     `derivatives(function, tensors)` gives what is compared; by default the output and all gradients. `heads` are the
