@@ -1,5 +1,9 @@
 """Texts, a tokenizer and data folders that several tests of the tasks share."""
 
+import shutil
+import sysconfig
+from pathlib import Path
+
 import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,6 +24,15 @@ def byte_level_bpe(text) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text.decode()], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def small_library(monkeypatch, tmp_path_factory):
+    """The embedded data comes from a part of the standard library."""
+    folder = tmp_path_factory.mktemp("library")
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py")):
+        shutil.copy(file, folder)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(folder))
 
 
 @pytest.fixture

@@ -102,10 +102,11 @@ def test_a_subsample_keeps_pairs_whole():
     assert kept.pop(None) == 32 and set(kept.values()) == {2}
 
 
+@pytest.mark.usefixtures("small_library")
 def test_the_embedded_data_has_pairs_of_the_kinds_and_lengths_asked_for():
-    limits = {"max_characters": 200, "max_train_samples": 100, "max_eval_samples": 40}
+    limits = {"max_characters": 200, "max_train_samples": 40, "max_eval_samples": 6}
     splits = load_defect_data(DefectDataConfig(defect_kinds=["missing_not", "off_by_one"], **limits))
-    assert {split: len(examples) for split, examples in splits.items()} == {"train": 100, "validation": 40, "test": 40}
+    assert {split: len(examples) for split, examples in splits.items()} == {"train": 40, "validation": 6, "test": 6}
     for examples in splits.values():
         for clean, defective in zip(examples[::2], examples[1::2], strict=True):  # subsampling keeps pairs together
             assert (clean.path, clean.name, clean.target) == (defective.path, defective.name, 0)

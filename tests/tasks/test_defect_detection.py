@@ -4,10 +4,7 @@ import copy
 import csv
 import json
 import lzma
-import shutil
-import sysconfig
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,12 +106,8 @@ def test_codexglue_finds_the_accuracy_of_a_run(data_folder, tmp_path):
     assert (output / "confusion_test.png").stat().st_size > 1000
 
 
-def test_a_run_reports_pairs_and_says_when_all_answers_are_one(tmp_path, data_folder, capsys, monkeypatch):
-    """Of the embedded data, from a part of the standard library."""
-    (tmp_path / "library").mkdir()
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))[:80]:
-        shutil.copy(file, tmp_path / "library")
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "library"))
+@pytest.mark.usefixtures("small_library")
+def test_a_run_reports_pairs_and_says_when_all_answers_are_one(tmp_path, data_folder, capsys):
     settings = {"max_train_samples": 40, "max_eval_samples": 20, "max_characters": 100, "max_seq_length": 16}
     main(words_of(data_folder, tmp_path / "run", **settings, learning_rate=0, rsa="none"))
     scores = json.loads((tmp_path / "run" / "all_results.json").read_text())

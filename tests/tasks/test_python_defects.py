@@ -1,11 +1,9 @@
 """The embedded data set: real defects, no leaks between splits, no clue to the label except the defect."""
 
 import ast
-import shutil
 import sysconfig
 import types
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,10 +50,8 @@ def test_no_function_is_repeated_and_no_file_or_renamed_copy_is_in_two_splits(sp
     assert max(map(len, splits_of.values())) == 1
 
 
-def test_the_seed_decides_the_data_but_not_the_split_of_a_file(monkeypatch, tmp_path):
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py")):
-        shutil.copy(file, tmp_path)
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+@pytest.mark.usefixtures("small_library")
+def test_the_seed_decides_the_data_but_not_the_split_of_a_file():
     first, other, again = (load_python_defects(seed=seed, **BOUNDS) for seed in (3, 4, 3))
     assert other != first == again
     paths = [{split: {example.path for example in data[split]} for split in SPLITS} for data in (first, other)]
