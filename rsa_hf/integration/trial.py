@@ -1,7 +1,7 @@
 """Trial runs on marked values: what a model's attention modules do, and what an attention function does with V.
 
-With marks on only the last two keys, one in the even channels and one in the odd, a query whose output is not zero
-there sees that key. So a trial run shows the direction of a layer, whatever its class or config say.
+In the even channels of V only the last key is marked, in the odd ones every key but the first: a query whose output is
+not zero there sees one of them. So a trial run shows the direction of a layer, whatever its class or config say.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def marking() -> Iterator[None]:
 
 
 def marks_of(value: Tensor, dim: int = 2) -> Tensor:
-    """V with a 1 in the even channels of the last key, along `dim`, and in the odd ones of the key before, else 0."""
+    """V with a 1 in the even channels of the last key, along `dim`, in the odd ones of all but the first, else 0."""
     marks = torch.zeros_like(value)
-    for place in range(min(2, value.shape[dim])):
-        marks.select(dim, -1 - place)[..., place::2] = 1
+    marks.select(dim, -1)[..., ::2] = 1
+    marks.narrow(dim, 1, value.shape[dim] - 1)[..., 1::2] = 1
     return marks
 
 
@@ -82,32 +82,29 @@ def marked(value: Tensor, dim: int = 2) -> Tensor:
     return marks_of(value, dim) if state.marking else value
 
 
-def sees(output: Tensor, place: int = 0) -> Tensor:
-    """Which queries see the last key, or the one before (place 1), from attention's output on `marks_of`: [B, T]."""
-    return (output[..., place::2] != 0).flatten(2).any(-1)
+def sees_last(output: Tensor) -> Tensor:
+    """Which queries see the last key, [B, T], from attention's output on `marks_of`, [B, T, H, D]."""
+    return (output[..., ::2] != 0).flatten(2).any(-1)
 
 
 def direction_shown(output: Tensor, stated: bool | None) -> bool | None:
     """Whether a layer is causal, from attention's output on `marks_of`, [B, T, H, D].
 
-    What the layer has `stated` holds if there are no earlier queries or the marked keys are padding in all rows, or if
-    only some earlier queries see them: those of an image or of a chunk, or padding, whose queries may see all keys.
+    What the layer has `stated` holds for a single token, if the last key is padding in all rows, or if only some
+    queries see later keys: those of an image or of a chunk, or padding, whose queries may see all keys.
     """
-    ahead = []
-    for place, end in enumerate(range(output.shape[1] - 1, -1, -1)[:2]):
-        queries = sees(output, place)
-        ahead.append(queries[queries[:, end], :end].flatten())
-    seen = torch.cat(ahead)
-    if not len(seen):
+    last = sees_last(output)
+    ahead = last[last[:, -1], :-1]
+    if not ahead.numel():
         return stated
-    shown = not bool(seen.any())
-    return shown if stated is None or shown or bool(seen.all()) else stated
+    shown = not bool(ahead.any() | (output[:, 0, :, 1::2] != 0).any())
+    return shown if stated is None or shown or bool(ahead.all()) else stated
 
 
 def is_aligned_top_left(attend: Callable[[Tensor, Tensor], Any], query: Tensor, value: Tensor) -> bool:
     """Whether a causal function without a mask puts T < S queries at the first positions, not at the last."""
     with torch.no_grad():
-        return not bool(sees(attend(torch.zeros_like(query), marks_of(value))[0]).any())
+        return not bool(sees_last(attend(torch.zeros_like(query), marks_of(value))[0]).any())
 
 
 def require_trusted(
@@ -151,7 +148,7 @@ def require_trusted(
         expected = same.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
         share = (output * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
         is_laid_out = torch.allclose(output, share * expected, rtol=0.02, atol=0.02)
-        crosses = is_causal and bool(sees(attend(torch.zeros_like(query), marks_of(value))[0])[:, :-1].any())
+        crosses = is_causal and bool(sees_last(attend(torch.zeros_like(query), marks_of(value))[0])[:, :-1].any())
     if not is_laid_out or crosses:
         what = "sees keys after a query" if is_laid_out else "mixes up batch, positions, heads or channels"
         raise ValueError(
