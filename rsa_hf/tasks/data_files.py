@@ -142,7 +142,7 @@ def _csv_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # fits a C long on Windows; some functions exceed the default of 131,072
     with open_compressed(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         reader, row = csv.DictReader(text, strict=True), None
-        names = list(reader.fieldnames or ())
+        names = [name for name in reader.fieldnames or () if name]  # Excel leaves empty ones behind
         if len(set(names)) < len(names):
             raise ValueError(f"{path}: two columns have the same name, among {brief(names)}.")
         for row in reader:

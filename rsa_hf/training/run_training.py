@@ -68,6 +68,9 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
             "per_device_eval_batch_size, or set gradient_checkpointing to true."
         ) from error
     if trainer.stop.signal is not None:
+        if not Path(args.folder, f"checkpoint-{trainer.state.global_step}").exists():
+            assert trainer.model is not None
+            trainer._save_checkpoint(trainer.model, trial=None)  # the signal came after the last step
         if main:
             step = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
             goes_on = "" if args.save_only_model else " The same command goes on from there."
@@ -115,6 +118,7 @@ def finish_run(
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
         folder.write(result=shown)
+    trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when one of them fails as it exits
 
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:

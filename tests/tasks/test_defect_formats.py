@@ -106,7 +106,7 @@ def test_labels_in_words_are_named(tmp_path):
     for labels, given in (((True, False), "false true"), ((True, False), "False True"), ((1.0, 0.0), "0 1")):
         path.write_bytes(as_json_lines([{"code": "a", "label": labels[0]}, {"code": "b", "label": labels[1]}]))
         assert [e.target for e in read(path, label_values=given.split())] == [1, 0]
-    path.write_text("code,label,label\na,1,0\n")
+    path.write_text("code,label,label,,\na,1,0,,\n")
     with pytest.raises(ValueError, match="data.csv: two columns have the same name, among .*'label'"):
         read(path)
     path.write_text("code,label\na,vulnerable\nb,safe\nc,unknown\n")
