@@ -68,7 +68,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
             "per_device_eval_batch_size, or set gradient_checkpointing to true."
         ) from error
     if trainer.stop.signal is not None:
-        if not Path(args.folder, f"checkpoint-{trainer.state.global_step}").exists():
+        if not (args.folder / f"checkpoint-{trainer.state.global_step}").exists():
             assert trainer.model is not None
             trainer._save_checkpoint(trainer.model, trial=None)  # the signal came after the last step
         if main:
