@@ -49,6 +49,8 @@ class RunFolder:
         # In the form in which they come back from the file.
         self.content = json.loads(json.dumps(finite_or_null({"data": data, "settings": settings}), default=str))
         known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
+        if known is not None and not {"data", "settings"} <= set(known):
+            raise ValueError(f"{self._file} is not from a run of rsa-hf train. Give another output_dir.")
         is_asked_for = args.overwrite_output_dir or args.resume_from_checkpoint
         if known is None and not is_asked_for and newest_whole_checkpoint(self.folder):
             raise ValueError(

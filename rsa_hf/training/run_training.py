@@ -119,6 +119,7 @@ def finish_run(
     if trainer.is_world_process_zero():
         folder.write(result=shown)
     trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when one of them fails as it exits
+    trainer.accelerator.end_training()  # a process group that is left open may abort the process
 
 
 def _draw_curves(history: Sequence[Mapping[str, Any]], path: Path) -> None:
