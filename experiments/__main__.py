@@ -1,7 +1,5 @@
 """The command `python -m experiments NAME`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ tasks are lm-eval's own, on the first pairs of each paradigm. Nothing is trained
 begins. Calibrations are the first ones of `calibrate --full`: RSA_HF_CACHE=results/calibrations has them.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import math

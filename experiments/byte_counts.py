@@ -5,8 +5,6 @@ The probability of a byte b after the last n bytes h is mixed with that after th
 bytes after h. Without counts, p(b) = 1/256.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Byte-level language models trained from scratch: sizes, training, and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

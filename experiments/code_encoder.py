@@ -5,8 +5,6 @@ are trained on the C functions of Devign's training split and on Python's standa
 decides the initial weights, the order of the blocks and the masks.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import lzma

@@ -11,8 +11,6 @@ The protocol was written before the runs:
    in the mean over the seeds. RSA has three numbers a head, the convolution four, and both a gate a layer.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from typing import Any

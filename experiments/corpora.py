@@ -1,7 +1,5 @@
 """The texts and functions that experiments train on. All settings of rsa_hf's data are made here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

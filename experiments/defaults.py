@@ -23,8 +23,6 @@ The rule was written before the runs:
    against it.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any

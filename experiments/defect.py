@@ -9,8 +9,6 @@
 Encoders and fine-tuning have the same seeds. The state with the best average precision on validation is tested.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

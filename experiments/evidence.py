@@ -5,8 +5,6 @@ RSA is compared with the plain model and with its best rival on a text: differen
 lower is better. Which are better or worse is decided for the whole table together (Holm's correction, 5 %).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

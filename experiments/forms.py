@@ -10,8 +10,6 @@ Amplitudes and kernels have the weights' learning rate; gates and rates learn `p
 not padded, and there is no cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

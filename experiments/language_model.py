@@ -5,8 +5,6 @@ test text is reported. On bytes (enwik8), a character is a byte. The published m
 on the whole data sets, so only the differences that RSA makes can be compared; configs/published has their configs.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

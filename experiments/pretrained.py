@@ -1,7 +1,5 @@
 """The pretrained models of experiments: from packages, or trained here on bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

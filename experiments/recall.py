@@ -5,8 +5,6 @@ model has to name its value (multi-query associative recall: Arora et al., 2023,
 do it by passing each key on to its value in the first layer, and looking the key up in the second.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

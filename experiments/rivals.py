@@ -8,8 +8,6 @@ same models at 25, or on a small part of the text over as many epochs as they ga
 and larger ones. The plain model and the best rival of the quick size run first, which was decided before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ standard normal; the models see x_1 … x_t to predict y_t, start from state 0, 
 replications are trained at once; N is the first dimension of every shape.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -17,8 +17,6 @@ And positions, with or without RSA:
 Some replace the RSA heads (`forms.py`): rows are not padded, and there is no cache.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

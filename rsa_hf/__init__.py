@@ -7,8 +7,6 @@ Where the hooks do not fit the installed transformers, nothing is installed: imp
 its public names raises the ImportError.
 """
 
-from __future__ import annotations
-
 import os as _os
 import sys as _sys
 import warnings as _warnings

@@ -5,8 +5,6 @@ the plain model does not keep it either. A deviation is measured as a share of R
 gates make: if RSA had no effect, every other check would pass.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

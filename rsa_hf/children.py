@@ -1,7 +1,5 @@
 """The child `rsa` of an attention module: finding it, attaching it and removing it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The config counts heads, or names them as `HeadConfig`s; counts stand for named 
 means for one layer.
 """
 
-from __future__ import annotations
-
 import cmath
 import itertools
 import math
@@ -170,7 +168,7 @@ class RSAConfig:
         object.__setattr__(self, "layers", layers)
 
     @classmethod
-    def from_scratch(cls, num_heads: int) -> RSAConfig:
+    def from_scratch(cls, num_heads: int) -> "RSAConfig":
         """The config for a model that is trained from random weights, with `num_heads` attention heads in each layer.
 
         All heads are RSA heads in cyclical pairs (an odd one is regular), with the first two lags free. Gates start at
@@ -189,7 +187,7 @@ class RSAConfig:
         )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RSAConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> "RSAConfig":
         """Build a config from a mapping, as read from JSON or YAML; an unknown key is a ValueError."""
         return _from_mapping(cls, "RSA setting", values)
 
@@ -223,7 +221,7 @@ class RSAConfig:
             layers = [of_size[H] for H in num_heads]
         return [replace(layer, causal=is_causal) for layer, is_causal in zip(layers, causal, strict=True)]
 
-    def resolved(self, num_heads: Sequence[int | None]) -> RSAConfig:
+    def resolved(self, num_heads: Sequence[int | None]) -> "RSAConfig":
         """The same config in a form without defaults, for a checkpoint; `num_heads` is as for `layer_specs`.
 
         Counts are written out; if they are not the same for all layers, the heads are named instead.

@@ -9,8 +9,6 @@ An RSA head mixes softmax attention with the recurrence P V (paper, eq. 4):
 P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t) − position(s) (`rem.py`; eqs. 2 and 3).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -153,7 +151,7 @@ class RSAHeads(nn.Module):
         own = self._parameters  # attribute access, which looks here last, takes five times as long
         return Learned(*(own[name] if name in own else getattr(self, name) for name in PARAMETERS))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RSAHeads:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RSAHeads":
         # model.half() and model.to(bfloat16) must not round the rates: one step of bfloat16 near γ = 0.9 changes the
         # weight of a lag of 100 by a third. Devices still change.
         def keep_float32(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Find the self-attention modules of a model, put RSA heads on them, and take them off again."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -8,8 +8,6 @@ RSA heads are in PEFT's `modules_to_save`: each adapter has its own copy of ever
 base model keeps its heads as `patch_model` made them. docs/peft.md says what follows from that.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator, Mapping

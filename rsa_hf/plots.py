@@ -1,7 +1,5 @@
 """Pictures of what RSA heads have learned, and training curves. They need matplotlib."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -24,8 +24,6 @@ amplitude c = z (for sin heads, c = −i z). As an extension, the weights of the
 a separate number for each k = 1 … K.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a patched model has learned, layer by layer: gates, rates and half-lives."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from statistics import fmean

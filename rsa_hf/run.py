@@ -9,8 +9,6 @@ The program replaces this process, so its exit code, its traceback and the signa
 installed by `startup/sitecustomize.py` when its Python starts, and in every Python process that it starts.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

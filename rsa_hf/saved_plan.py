@@ -6,8 +6,6 @@ rsa_hf 0.1 refuses; one with free lags has 3, which 0.2.0.dev refuses too. Plans
 converted when they are read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +32,7 @@ class SavedPlan:
     layers: dict[str, LayerSpec] = field(compare=False)  # the RSA heads of each module
 
     @classmethod
-    def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int | None]) -> SavedPlan:
+    def of(cls, modules: Sequence[str], config: RSAConfig, num_heads: Sequence[int | None]) -> "SavedPlan":
         """The plan for some modules. A config that does not fit is a ValueError. `num_heads`: see `layer_specs`."""
         layers = config.layer_specs(num_heads)
         return cls(tuple(modules), config.resolved(num_heads), dict(zip(modules, layers, strict=True)))

@@ -25,8 +25,6 @@ To measure next, and what is predicted:
 `--dry` runs all of it on a CPU in Triton's interpreter, at sizes that say nothing about speed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -9,8 +9,6 @@ process and take turns; peak memory is measured in a process for each. Before an
 `rsa-hf doctor --model` have to hold on GPT-2. Writes bench_model.json and .md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -15,8 +15,6 @@ A length is reported only if values and every gradient agree with float64 Fourie
 --budget seconds or --memory gigabytes is left out. Writes bench_product.json and .md.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import Any

@@ -13,8 +13,6 @@ Without --config the file has to contain the architecture, as NVIDIA's do. Both 
 NVIDIA's `same_length` sees `mem_len` + 1 positions; the converted model sees `mem_len`, as the original does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle

@@ -9,8 +9,6 @@
 Every training run is the command that a user would type; the demo prints it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

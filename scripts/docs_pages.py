@@ -4,8 +4,6 @@ The README becomes the first page. In all pages links are written as they work i
 into those of the site, where docs/ and the top level are one folder.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

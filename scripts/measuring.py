@@ -1,7 +1,5 @@
 """How the benchmarks measure: interleaved timing, peak memory, what machine it was, and how they write."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

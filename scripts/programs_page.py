@@ -1,7 +1,5 @@
 """A plugin of pytest that writes PROGRAMS.md: `PYTHONPATH=scripts pytest -p programs_page tests/programs`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

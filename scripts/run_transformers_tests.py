@@ -8,8 +8,6 @@ patched with open gates. A part that is finished is not repeated, until outputs/
 transformers_tests.md.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,8 +10,6 @@ results/architectures.json as soon as it is known, and thrown away once torch, t
 version or --fresh is given. Once all types are known SUPPORTED.md is written.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -10,8 +10,6 @@ One line of the reference crashes on today's torch (`type_as(dtype=…)`); it is
 else is.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

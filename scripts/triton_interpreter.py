@@ -9,8 +9,6 @@ Only tests and `bench_gpu.py --dry` interpret kernels. The interpreter of Triton
 * computes every sum and product of whole numbers again in 64 bits, to find overflow, which takes a third of the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -6,8 +6,6 @@ another portion of the training text, other rows to calibrate on, and another pa
 seed every variant is trained at every learning rate, and with the others at the one with the best validation score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

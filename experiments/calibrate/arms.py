@@ -12,8 +12,6 @@
   2022), a factor for each channel of keys and values, and inside the feed-forward layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a variant of a pretrained model scores, after nothing, a few numbers, everything or LoRA was trained."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ Lengths, layers, epochs and batches of the full size are those of the Informer's
 2021), for two of their horizons on each series. The models are an eighth as wide, and an epoch is 100 steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

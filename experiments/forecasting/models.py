@@ -4,8 +4,6 @@ A forecaster maps known values [B, C, N] and the time features of known and futu
 [B, H, N] of the whole horizon at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +56,7 @@ def make_forecaster(
     return made
 
 
-def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) -> OneShotInformer:
+def _informer(task: Task, width: int, encoder_layers: int, decoder_layers: int) -> "OneShotInformer":
     both = {"attention_heads": HEADS, "ffn_dim": 4 * width, "layerdrop": 0.0}
     stacks: dict[str, Any] = {f"{stack}_{name}": n for name, n in both.items() for stack in ("encoder", "decoder")}
     stacks |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), DROPOUT)

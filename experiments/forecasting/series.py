@@ -4,8 +4,6 @@ Parts are in months of 30 days: 12, 4 and 4 of ETT (Zhou et al., 2021, section 5
 and 10 of the weather.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ pair with θ = ±π/2 is a clock of period 4, as for (abab)*. Parity flips with 
 counts one by one, up to those of the training strings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean

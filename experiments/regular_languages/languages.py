@@ -4,8 +4,6 @@ After Bhattamishra et al., 2020, On the Ability and Limitations of Transformers 
 2009.11264).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field

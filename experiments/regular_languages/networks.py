@@ -5,8 +5,6 @@ generalization in Transformers): learned ones end with the longest training stri
 let it count. Position ids of 0 would not do the same: they mean that every token starts a packed text of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -67,12 +65,12 @@ class Batch(NamedTuple):
     targets: Tensor  # whether each character, and last the end, may come next; [B, T + 1, K + 1]
     real: Tensor  # the steps that belong to a string; the others are padding; [B, T + 1]
 
-    def take(self, rows: Tensor | slice) -> Batch:
+    def take(self, rows: Tensor | slice) -> "Batch":
         """Some of the strings, cut at the end of the longest."""
         steps = int(self.real[rows].sum(1).max())
         return Batch(*(tensor[rows, :steps] for tensor in self))
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         """The batch on another device."""
         return Batch(*(tensor.to(device) for tensor in self))
 

@@ -1,7 +1,5 @@
 """Variants of a model compared: each at its best learning rate, and seed by seed."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ class Case:
     runs: dict[str, list[Run]]  # by variant, at its best learning rate, in the order of their seeds
     rates: dict[str, list[float]]  # by variant, the learning rates that it was trained at
 
-    def rows(self, arm: str, columns: Mapping[str, Column], **settings: Any) -> Rows:
+    def rows(self, arm: str, columns: Mapping[str, "Column"], **settings: Any) -> Rows:
         """The rows of a variant, with more settings."""
         found = {name: column(self, arm) for name, column in columns.items()}
         there = {name: values for name, values in found.items() if values is not None}

@@ -1,7 +1,5 @@
 """The definition of an experiment: a grid of runs, what each measures, a summary, a verdict and a figure."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

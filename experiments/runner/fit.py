@@ -1,7 +1,5 @@
 """The training loop of all experiments, and the measurement of step times."""
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

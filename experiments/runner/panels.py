@@ -1,7 +1,5 @@
 """Several axes in one picture, in the style of rsa_hf's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

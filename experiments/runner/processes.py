@@ -1,7 +1,5 @@
 """Run settings in this process or in several: small models keep one core busy, not two."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

@@ -7,8 +7,6 @@ settings of all runs and `finished` the finished runs, both by key; `score` maps
 is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of experiments: data in the folder RSA_HF_DATA, and results of long computations kept in RSA_HF_CACHE."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

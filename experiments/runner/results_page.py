@@ -1,7 +1,5 @@
 """RESULTS.md: the result of each experiment, from the results folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The folder `results/reproduce/NAME/SIZE` holds cells.jsonl, one line per finishe
 figure.png; conclusion.json, the verdict; configuration.json, all settings and the machine.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Runs, their means over seeds with 95 % intervals, and the verdict that follows from intervals."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -38,7 +36,7 @@ class Row:
     high: float
     seeds: int
 
-    def scaled(self, factor: float) -> Row:
+    def scaled(self, factor: float) -> "Row":
         """The row of all values times a factor; negative factors turn the interval round."""
         low, high = (self.low, self.high) if factor > 0 else (self.high, self.low)
         return replace(self, mean=factor * self.mean, low=factor * low, high=factor * high)
@@ -67,7 +65,7 @@ class Row:
 class Rows(list[Row]):
     """Rows of a table. Less is better in comparisons; `even` is their value where RSA changes nothing."""
 
-    def find(self, measure: str, **settings: Any) -> Rows:
+    def find(self, measure: str, **settings: Any) -> "Rows":
         """The rows of a measure that have these settings."""
         return Rows(row for row in self if row.measure == measure and settings.items() <= row.settings.items())
 
@@ -75,12 +73,12 @@ class Rows(list[Row]):
         """The mean of the first of these rows."""
         return self.find(measure, **settings)[0].mean
 
-    def by(self, setting: str) -> dict[Any, Rows]:
+    def by(self, setting: str) -> dict[Any, "Rows"]:
         """The rows by the value of a setting."""
         values = dict.fromkeys(row.settings[setting] for row in self)
         return {value: Rows(row for row in self if row.settings[setting] == value) for value in values}
 
-    def negated(self) -> Rows:
+    def negated(self) -> "Rows":
         """The rows with the opposite sign: of gains, where more is better, losses."""
         return Rows(row.scaled(-1) for row in self)
 

@@ -20,8 +20,6 @@ better off damped wants no recurrence.
 term's derivative, so a row's variance times its number of terms. A Newton step is −derivative / second derivative.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -101,7 +99,7 @@ class Scores:
         """The derivatives, for each layer [H, P]."""
         return [rows.mean(0) for rows in self.whole]
 
-    def of(self, rows: Tensor) -> Scores:
+    def of(self, rows: Tensor) -> "Scores":
         """The scores of some rows, given by their indices or as a boolean mask."""
         recurrence, whole = ([layer[rows] for layer in each] for each in (self.recurrence, self.whole))
         return Scores(recurrence, whole, self.masses, self.terms)

@@ -8,8 +8,6 @@ P[t, s] = f(t − s). With G = ∂loss/∂out, as one backward pass gives it for
 c and d do not depend on f. So one pass gives the derivatives for every REM and, by the chain rule, for its rates.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +49,7 @@ class ProbedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def __enter__(self) -> ProbedModel:
+    def __enter__(self) -> "ProbedModel":
         model = self.model
         self._training = {module: module.training for module in model.modules()}
         self._trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}

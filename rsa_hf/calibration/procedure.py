@@ -1,7 +1,5 @@
 """The calibration: check on held-out rows that a choice of heads helps, then choose on all rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a calibration has found: the config, a table, and a heatmap of all heads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ with code 2. Any other error keeps its traceback and exits with code 1. Commands
 so that `rsa-hf --help` answers at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import metadata

@@ -1,7 +1,5 @@
 """`rsa-hf audit`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

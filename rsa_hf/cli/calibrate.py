@@ -1,7 +1,5 @@
 """`rsa-hf calibrate`."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """What the commands share: how they end after a mistake, the hooks, loading a model, the settings of a run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ def install_hooks() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def load_checkpoint(name: str) -> PreTrainedModel:
+def load_checkpoint(name: str) -> "PreTrainedModel":
     """Load a model, by any name, as the class it was saved with; the base model if config.json names no class.
 
     Damaged files make transformers raise errors of any type, so all are reported as a ValueError.

@@ -1,7 +1,5 @@
 """`rsa-hf doctor`: does rsa_hf work here, and if not, why. It runs even if the rest of rsa_hf cannot be imported."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata, util
@@ -67,7 +65,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _model(name: str, model: PreTrainedModel) -> Iterator[Finding]:
+def _model(name: str, model: "PreTrainedModel") -> Iterator[Finding]:
     from rsa_hf.checks import examine
     from rsa_hf.patching import is_patched
 

@@ -1,7 +1,5 @@
 """`rsa-hf evaluate`: defect, lm."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """`rsa-hf inspect`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rsa-hf patch`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +53,7 @@ def new_folder(name: str, overwrite: bool) -> Path:
     return out
 
 
-def _config_of(plan: str) -> RSAConfig:
+def _config_of(plan: str) -> "RSAConfig":
     """The config that settings give, directly or in a file."""
     from rsa_hf.config import RSAConfig
     from rsa_hf.utils.yaml import read_yaml

@@ -1,7 +1,5 @@
 """`rsa-hf run`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

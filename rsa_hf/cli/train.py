@@ -1,7 +1,5 @@
 """`rsa-hf train`: defect, lm."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

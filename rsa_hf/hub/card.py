@@ -4,8 +4,6 @@ Saving a patched model writes the card, and `write_card` writes one with results
 between two comments, which describes the weights saved with it, and leaves the rest of the card to its user.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

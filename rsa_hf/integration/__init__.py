@@ -1,7 +1,5 @@
 """All contact with transformers, PEFT and huggingface_hub. hook_table.py lists what is hooked, and why."""
 
-from __future__ import annotations
-
 import functools
 
 import transformers

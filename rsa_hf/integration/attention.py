@@ -5,8 +5,6 @@ Classes in `architectures/table.py` compute attention themselves: `connect` wrap
 `mix_recurrence`, which reads the mask and calls the heads. A trial run records the calls of both.
 """
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import importlib

@@ -6,8 +6,6 @@ subclass of its class. Plain models run their own code, except for one look-up o
 call, and checks when they are built, loaded and saved.
 """
 
-from __future__ import annotations
-
 import logging
 
 from rsa_hf.integration import what_fits

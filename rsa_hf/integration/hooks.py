@@ -1,7 +1,5 @@
 """`Hook`, one function of another library that rsa_hf replaces, and the installation of a list of hooks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Building, loading and resuming: a config with a plan gets RSA heads, and a checkpoint has to match them exactly."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -4,8 +4,6 @@ Two values that transformers does not know, an attention implementation and a fu
 the advice in `LOCK`. They are written to the file, and removed when it is read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The queries of all requests lie one after the other, as do their keys; a request
 keys form a row of packed documents, and its P V is read at the positions of the queries.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks that the slots of cached keys, in which P V counts distances, are the positions of a text."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Saving: heads are saved only together with their plan, and a patched model gets a model card."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext

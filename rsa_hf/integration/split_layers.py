@@ -5,8 +5,6 @@ so that each process has a run of heads, and the output projection by its inputs
 DTensors, which are read in each call. DeepSpeed's AutoTP replaces the weights; then the layer has fewer heads.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

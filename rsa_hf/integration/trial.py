@@ -4,8 +4,6 @@ In the even channels of V only the last key is marked, in the odd ones every key
 not zero there sees one of them. So a trial run shows the direction of a layer, whatever its class or config say.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

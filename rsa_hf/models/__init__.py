@@ -3,8 +3,6 @@
 `import rsa_hf` registers them with the Auto classes.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -3,8 +3,6 @@
 Notation: B rows, T queries, M positions of memory, S = M + T keys, H heads of width D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -21,8 +21,6 @@ batch size. A state is a tuple of tensors with the batch on dimension 0, detache
 Notation: B rows, T tokens, V words, n channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -13,8 +13,6 @@ Code under `torch.compile`, `torch.export` and dispatch modes, such as FakeTenso
 values of a mask, which a graph does not know. ONNX has no such operator; there P is built from plain operators.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

@@ -1,7 +1,5 @@
 """P V of one query in plain PyTorch: a step of decoding, as a weighted sum of the values in the cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Notation: batch B, heads H, queries T, keys S; queries are positions `query_offs
 axis. A query gets nothing from keys that attention hides from it: P is masked as attention is.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable
@@ -64,7 +62,7 @@ class AttentionMask:
         """Whether this is the mask of a single causal query after cached keys."""
         return self.query_length == 1 < self.key_length and self.causal
 
-    def with_known_position(self) -> AttentionMask:
+    def with_known_position(self) -> "AttentionMask":
         """The mask with its single query's position as a number, if only its row shows that; waits for the device."""
         if self.query_position is None or self.visible is None or self.visible.shape[1] > 1:
             return self

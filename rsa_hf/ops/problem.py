@@ -3,8 +3,6 @@
 Notation: batch B, heads of the layer H, RSA heads R, value heads Hv, queries T, keys S, head size D.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,14 +48,14 @@ class Layout:
         with torch.inference_mode(False):  # a later call may need them for a backward pass
             return torch.tensor(self.rows, device="cpu")
 
-    def of_run(self, run: range) -> Layout:
+    def of_run(self, run: range) -> "Layout":
         """The RSA heads in a run of the layer's heads, with indices in the run."""
         rows = (row._replace(head=row.head - run.start) for row in self.rows if row.head in run)
         return Layout(tuple(rows), self.scale, self.num_free_lags)
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def from_numbers(numbers: tuple[int, ...], scale: float, num_free_lags: int) -> Layout:
+    def from_numbers(numbers: tuple[int, ...], scale: float, num_free_lags: int) -> "Layout":
         """The layout whose rows are given as one flat sequence."""
         width = len(HeadRow._fields)
         rows = (HeadRow(*numbers[i : i + width]) for i in range(0, len(numbers), width))

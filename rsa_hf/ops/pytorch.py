@@ -20,8 +20,6 @@ d, chunks N, rows (steps C, or 2C for states), channels D.
 All other masks, and a few queries after cached keys, go through the explicit P, at quadratic cost.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Notation as in `mask.py`: batch B, heads H, queries T, keys S.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 import weakref

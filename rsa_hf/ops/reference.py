@@ -11,8 +11,6 @@ the complex rate z = λ (regular) or z = γ e^{iθ} (cos, sin). With step k = τ
 This is the real part of z^k, or for a sin head the imaginary part. All other f(τ) are 0, including f(0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`rem_product`: the public function for P V. It checks its arguments and brings them to one form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

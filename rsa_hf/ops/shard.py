@@ -4,8 +4,6 @@ Each process has every gate and rate of a layer, and uses those of its own heads
 so they are summed over the processes; copies that start equal then stay equal.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """What both tasks read: plain or compressed files, tables of any kind, and the splits of a data set on the Hub."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

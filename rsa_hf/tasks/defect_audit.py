@@ -4,8 +4,6 @@ Copies are counted in two ways: `duplicates` are equal up to the length of white
 comments and identifiers.
 """
 
-from __future__ import annotations
-
 import keyword
 import re
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Functions are the same if their texts agree up to the length of whitespace.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

@@ -7,8 +7,6 @@ The config of a trained model has an entry `defect_detection`: the threshold tha
 were cut.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

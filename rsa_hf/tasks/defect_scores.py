@@ -1,7 +1,5 @@
 """The scores of defect detection, computed with scikit-learn, and the threshold of a classifier."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Causal language modelling: tokenize a text, train a model on it, and score it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

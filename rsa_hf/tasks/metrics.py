@@ -1,7 +1,5 @@
 """The scores of the tasks as modules of the library `evaluate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import evaluate

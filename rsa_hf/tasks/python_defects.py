@@ -12,8 +12,6 @@ unchanged (target 0), and with a single defect injected into its syntax tree (ta
   there is hardly a defect.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -5,8 +5,6 @@ mattmahoney.net/dc/textdata): the text that a reader of the page sees, in lower 
 everything else replaced by spaces.
 """
 
-from __future__ import annotations
-
 import re
 import string
 

@@ -7,8 +7,6 @@ the first token of a text or block cannot be predicted, so its label is -100.
 that follow each input: with `labels`, which are shifted, one token per segment would not be predicted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

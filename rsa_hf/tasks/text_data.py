@@ -1,7 +1,5 @@
 """The texts of language modelling: read from files, the Hub or the embedded text, and split."""
 
-from __future__ import annotations
-
 import random
 import sysconfig
 import tokenize

@@ -8,8 +8,6 @@ Words are separated by ASCII whitespace, as `wc -w` counts them. Published WikiT
 at every line end; `count_line_ends_as_words` does the same (WikiText-2 test: 241,211 words without, 245,569 with).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The settings of a run: `TrainingArguments` and a few of ours, from a flat YAML file and `--key value`."""
 
-from __future__ import annotations
-
 import json
 from argparse import SUPPRESS
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Callbacks of a `transformers.Trainer`: gates and rates in its log, a quiet bar, stopping on a signal."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The state that a model carries from segment to segment (see `rsa_hf.models.segments`), across the steps of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a run stands: its newest whole checkpoint, and whether the folder belongs to the same settings and data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """FSDP2: RSA parameters that stay float32 while the rest of the model computes in half precision."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of a run: loaded or made from scratch, tried once on the longest input, and patched."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Optimiser parameter groups: weights with decay, weights without decay, RSA parameters."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import nn

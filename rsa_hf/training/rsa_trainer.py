@@ -1,7 +1,5 @@
 """`RSATrainer`: `transformers.Trainer` for patched models, and for models that carry a memory between segments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run of `rsa-hf train`: say how it starts, train, save the model, and show the results."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence

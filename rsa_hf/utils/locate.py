@@ -1,7 +1,5 @@
 """Paths, and names of models that an installed Python package ships, as people write them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

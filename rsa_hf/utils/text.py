@@ -1,7 +1,5 @@
 """Text for messages, tables, pages and JSON: short forms of values, columns, and no NaN."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """Names that differ between the supported versions of transformers."""
 
-from __future__ import annotations
-
 import transformers
 from packaging.version import Version
 

@@ -1,7 +1,5 @@
 """Plain values from YAML."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

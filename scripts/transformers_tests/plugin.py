@@ -3,8 +3,6 @@
 RSA_HF_ARM says how: `plain` does not even import rsa_hf, `shut` patches with shut gates, `open` with gates of 1/2.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

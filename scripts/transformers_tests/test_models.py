@@ -1,7 +1,5 @@
 """transformers' common model tests on GPT-2, RoBERTa and Llama: what they need to be told of each."""
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 

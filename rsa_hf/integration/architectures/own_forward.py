@@ -4,8 +4,6 @@ These can be seen only there, so the forward gets stand-ins for its cache and it
 call only: hooks on the modules themselves would be shared between threads, and copied and pickled with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules with a method that computes attention from Q, K and V: GPT-Neo, GPT-J, CodeGen, OpenAI-GPT and XLNet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ its `rsa` child, so copies, pickles and wrapped or quantised projections work wi
 method that computes attention from Q, K and V (own_method.py); in others the forward does it all (own_forward.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ tensors. `HOOKS` adds what PEFT does not do for them when adapters are added, sa
 they are merged.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -10,8 +10,6 @@ or where no matrix can be read (sharded or offloaded models). An adapter without
 a model whose gates and rates have the digest `gates_and_rates`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The configuration of the Block-Recurrent Transformer."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict

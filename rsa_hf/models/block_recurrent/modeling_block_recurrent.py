@@ -32,8 +32,6 @@ if there is one; so C < 2W, and C determines where windows begin. States are upd
 wherever segments end. So the result does not depend on how a text is cut into segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 

@@ -1,7 +1,5 @@
 """The configuration of the recurrent networks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from huggingface_hub.dataclasses import strict

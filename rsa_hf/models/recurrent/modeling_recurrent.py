@@ -4,8 +4,6 @@ Notation: B rows, T tokens of a segment, n channels, d steps of dilation, k part
 else 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

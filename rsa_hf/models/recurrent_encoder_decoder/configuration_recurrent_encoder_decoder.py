@@ -1,7 +1,5 @@
 """The configuration of encoder-decoder RNNs."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict

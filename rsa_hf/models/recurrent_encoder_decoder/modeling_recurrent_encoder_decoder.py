@@ -7,8 +7,6 @@ Notation: B rows, S tokens of the source, T of the target, n channels, L layers,
 (h, c), else 1.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The configuration of SRU++."""
 
-from __future__ import annotations
-
 from huggingface_hub.dataclasses import strict
 
 from rsa_hf.models.segments import SegmentConfig

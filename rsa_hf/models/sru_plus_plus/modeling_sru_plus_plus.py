@@ -27,8 +27,6 @@ Cells are computed step by step, with three operations on [B, d] per step, all e
 Segments give the same result as one long text as long as the memory reaches back to the beginning of the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

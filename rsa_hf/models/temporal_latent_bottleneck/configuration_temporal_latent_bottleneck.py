@@ -1,7 +1,5 @@
 """The configuration of the Temporal Latent Bottleneck."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from huggingface_hub.dataclasses import strict

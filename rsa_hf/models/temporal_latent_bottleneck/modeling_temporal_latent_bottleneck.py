@@ -24,8 +24,6 @@ RSA heads belong on the self-attention of the fast stream, and their recurrence 
 the slow stream is the recurrence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ div_val^i, projected to the model's width. The softmax is first over the first b
 then within that band.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import cast

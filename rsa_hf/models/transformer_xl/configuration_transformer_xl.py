@@ -1,7 +1,5 @@
 """The configuration of Transformer-XL, with the fields of transformers 4, so that its checkpoints load unchanged."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, ClassVar
 

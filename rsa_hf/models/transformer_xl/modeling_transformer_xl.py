@@ -16,8 +16,6 @@ Embedding and softmax are adaptive (see adaptive.py). Parameters have the names 
 that its checkpoints load unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -31,8 +31,6 @@ Precision: states and sums of 32 steps have the dtype of the values, the rest is
 cause an error of k roundings at a lag of k, so after every 32 keys the states are corrected for the rounding.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Compiles the C++ with the machine's compiler, once, and loads it, which registers its operators."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -48,8 +48,6 @@ Names: `position` is a place on the key axis, `step` the place in the residue's 
 d·step. A walk over dOut counts steps from the end of the key axis, which turns Pᵀ into P.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 

@@ -1,7 +1,5 @@
 """Launches the kernels: P V and its gradients from a `Problem`."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Block shapes of the kernels: the defaults, and the fastest of a few candidates, which is measured once."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
