@@ -28,7 +28,7 @@ STRIDED = ("value", "attention", "output", "grad", "dvalue", "dattention", "x") 
 LEARNED = ("learned", "dlearned")  # five pointers
 INTEGERS = {"columns": "*i32", "heads": "*i32", "starts": "*i32", "position": "*i64"}
 MASKS = {"document_ids": "*i64", "key_mask": "*u8"}  # (pointer, stride)
-SIZES = {"forward": 9, "backward": 9, "splits": 7, "step": 2}
+SIZES = {"forward": 9, "backward": 9, "splits": 7, "step": 2, "learned": 6}
 BARE = {"causal": True, "mixed": True, "masked": False, "packed": False, "windowed": False}
 BARE |= {"lags": 0, "splits": 1, "scale": 20.0}
 
@@ -85,6 +85,9 @@ def compiled(kernel, dtype, tuning, head_size, flags):
             attributes |= {(place, i): aligned for i in range(4)}
         elif name in LEARNED:
             signature[name] = ("*fp32",) * 5
+        elif name == "shared":
+            signature[name] = (("*u8", "i32"), ("*i64", "i32"), "*i32", "*i32", "*fp32")
+            attributes |= {(place, 0, 0): aligned, (place, 1, 0): aligned} | {(place, i): aligned for i in (2, 3, 4)}
         elif name in MASKS:
             signature[name] = (MASKS[name], "i32")
             attributes[place, 0] = aligned

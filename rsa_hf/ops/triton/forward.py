@@ -3,45 +3,14 @@
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.states import (
-    _advance,
-    _borders,
-    _column,
-    _document,
-    _leaving,
-    _load_row,
-    _load_rows,
-    _load_states,
-    _of_head,
-    _place_of_state,
-    _positions,
-    _program,
-    _seen,
-    _states_of_split,
-    _store_rows,
-    _walk,
-    _walk_from_right,
-    _writing,
-)
-from rsa_hf.ops.triton.tables import (
-    READ,
-    Z,
-    _added_across,
-    _at_window,
-    _entry,
-    _gates,
-    _halves,
-    _multiply,
-    _toeplitz,
-    _weights,
-)
+from rsa_hf.ops.triton import states, tables
 
 
 @triton.jit
 def _add_readout(acc, state, reading, reached):
     """Add Re(c z^k h), row by row, where the state reaches."""
     h, _q = state
-    real, imaginary = _column((reading[0] * reached, reading[1] * reached))
+    real, imaginary = states._column((reading[0] * reached, reading[1] * reached))
     return acc + real * h[0][None, :] - imaginary * h[1][None, :]
 
 
@@ -54,10 +23,10 @@ def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
     for m in tl.static_range(0, K):
         for side in tl.static_range(0, SIDES):
             step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
-            row = _load_row(x, step, axis, SHAPE, BACKWARD)
-            added = _added_across(axis.table, m, SHAPE, side == 1)
+            row = states._load_row(x, step, axis, SHAPE, BACKWARD)
+            added = tables._added_across(axis.table, m, SHAPE, side == 1)
             if SHAPE.packed:
-                same = _document(i, axis, BACKWARD) == _document(step, axis, BACKWARD)
+                same = states._document(i, axis, BACKWARD) == states._document(step, axis, BACKWARD)
                 added = tl.where(same, added, 0.0)
             acc += added[:, None] * row[None, :]
     return acc
@@ -65,7 +34,7 @@ def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
 
 @triton.jit
 def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """Where row i of a chunk reads row j of `_leaving` in the state, but must not see it: [C, C]."""
+    """Where row i of a chunk reads row j of `states._leaving` in the state, but must not see it: [C, C]."""
     i = tl.arange(0, SHAPE.chunk)[:, None]
     lags = i - tl.arange(0, SHAPE.chunk)[None, :]
     if FROM_RIGHT:
@@ -75,10 +44,12 @@ def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
 
 @triton.jit
 def _weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """The weights, in two halves, by which rows of `_leaving` take back what the state has of them."""
-    real, imaginary = _at_window(axis.table, READ, SHAPE)
-    weights = imaginary * _toeplitz(axis.table, Z + 1, SHAPE) - real * _toeplitz(axis.table, Z, SHAPE)
-    return _halves(tl.where(_has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
+    """The weights, in two halves, by which rows of `states._leaving` take back what the state has of them."""
+    real, imaginary = tables._at_window(axis.table, tables.READ, SHAPE)
+    weights = imaginary * tables._toeplitz(axis.table, tables.Z + 1, SHAPE) - real * tables._toeplitz(
+        axis.table, tables.Z, SHAPE
+    )
+    return tables._halves(tl.where(_has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
 
 
 @triton.jit
@@ -86,9 +57,9 @@ def _add_leaving(acc, leaving, weights, reached, SHAPE: tl.constexpr):
     """Take back what `_add_readout` has added for rows that have left the window."""
     high, low = weights
     if SHAPE.packed:
-        acc += reached[:, None] * _multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
+        acc += reached[:, None] * tables._multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
     else:
-        acc = _multiply(high, low, leaving, acc, SHAPE)
+        acc = tables._multiply(high, low, leaving, acc, SHAPE)
     return acc
 
 
@@ -109,32 +80,17 @@ def _entering_of(
 
 
 @triton.jit
-def forward_kernel(
-    value,
-    attention,
-    learned,
-    output,
-    key_mask,
-    document_ids,
-    columns,
-    heads,
-    table,
-    splits,
-    entering,
-    sizes,
-    SHAPE: tl.constexpr,
-):
+def forward_kernel(value, attention, learned, output, shared, splits, entering, sizes, SHAPE: tl.constexpr):
     """P V, or attention + g (P V − attention) if mixed; states.py describes the tuples.
 
     Where:
         value: V, a tensor [B, Hv, S, D].
         attention: a tensor [B, H', T, D]; not read unless mixed.
         output: a tensor, [B, H', T, D] if mixed, else [B, H, T, D].
-        key_mask: [B or 1, S] bytes, 0 where a key is hidden, as (pointer, stride of rows); if masked.
-        document_ids: [B, S], which document each position belongs to, as (pointer, stride of rows); if packed.
-        columns: head and residue of each column, [columns, 2].
-        learned, heads: see `powers_kernel`.
-        table: from `powers_kernel`.
+        shared: key mask, [B or 1, S] bytes, 0 where a key is hidden, if masked, and the document of each position,
+            [B, S], if packed, as (pointer, stride of rows) each; head and residue of each column, [columns, 2];
+            `heads` and `table` of `powers_kernel`.
+        learned: see `powers_kernel`.
         splits: from `splits_kernel`, unless there is one split.
         entering: for unmasked REMs, memory for [B, blocks, H, slots, 2, BLOCK].
         sizes: B, columns, H, keys to read, position of the first query, queries, heads per value head, slots, and the
@@ -143,63 +99,68 @@ def forward_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     CHUNK: tl.constexpr = SHAPE.chunk
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots, farthest = sizes
-    head, index, row, block, _column, axis, part = _program(
-        columns, heads, table, key_mask, document_ids, rows, num_columns, length, 0, length, farthest, SHAPE
-    )
+    heads = shared[3]
+    owned = states._program(shared, rows, num_columns, length, 0, length, farthest, SHAPE)
+    head, index, row, block, _column, axis, part = owned
     split, per_split, first, last = part
     channels = axis.channels
-    v = _of_head(value, row, index // num_key_value_groups)
-    out = _of_head(output, row, index)
-    high, low = _halves(_weights(axis.table, SHAPE), v[0].dtype.element_ty, SHAPE)
+    v = states._of_head(value, row, index // num_key_value_groups)
+    out = states._of_head(output, row, index)
+    high, low = tables._halves(tables._weights(axis.table, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
-        softmax = _of_head(attention, row, index)
-        gate, _slope = _gates(learned, heads, head, SHAPE)
+        softmax = states._of_head(attention, row, index)
+        gate, _slope = tables._gates(learned, heads, head, SHAPE)
         weight = gate.to(tl.float32)
 
     if not SHAPE.causal:
         entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
-        _walk_from_right(splits, v, axis, part, entering, SHAPE, False)
-    state = _states_of_split(splits, axis, part, SHAPE, False, FROM_RIGHT=False)
+        states._walk_from_right(splits, v, axis, part, entering, SHAPE, False)
+    state = states._states_of_split(splits, axis, part, SHAPE, False, FROM_RIGHT=False)
     # Before the first query there are only states to carry, and after the last one nothing is left to do.
     begin = tl.minimum(tl.maximum(tl.maximum(offset - axis.residue, 0) // (axis.d * CHUNK), first), last)
-    state = _walk(state, v, axis, (split, per_split, first, begin), None, SHAPE, False, FROM_RIGHT=False)
+    state = states._walk(state, v, axis, (split, per_split, first, begin), None, SHAPE, False, FROM_RIGHT=False)
     end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - axis.residue, 0), axis.d * CHUNK), last)
     i = tl.arange(0, CHUNK)
-    writing = _writing(axis, CHUNK - 1 - i, SHAPE, False)
-    from_left, from_right = _entry(axis.table, READ, i, SHAPE), _entry(axis.table, READ, CHUNK - 1 - i, SHAPE)
+    writing = states._writing(axis, CHUNK - 1 - i, SHAPE, False)
+    from_left, from_right = (
+        tables._entry(axis.table, tables.READ, i, SHAPE),
+        tables._entry(axis.table, tables.READ, CHUNK - 1 - i, SHAPE),
+    )
     if SHAPE.windowed:
         gone_left = _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, False)
         gone_right = gone_left if SHAPE.causal else _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, True)
     for number in tl.range(0, end - begin, num_stages=SHAPE.stages):
         chunk = begin + number
-        position, inside = _positions(chunk, axis, SHAPE, False)
+        position, inside = states._positions(chunk, axis, SHAPE, False)
         query = position - offset
         asked = inside & (query >= 0) & (query < queries)
         if SHAPE.mixed:
-            unmixed = _load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
-        x = _load_rows(v, position, _seen(axis, position, inside, SHAPE), channels, SHAPE)
+            unmixed = states._load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
+        x = states._load_rows(v, position, states._seen(axis, position, inside, SHAPE), channels, SHAPE)
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
             own = tl.load(axis.documents + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
-            acc = _multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
+            acc = tables._multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
         else:
-            acc = _multiply(high, low, x, acc, SHAPE)
+            acc = tables._multiply(high, low, x, acc, SHAPE)
         if not SHAPE.causal:
-            reached, taken, keep = _borders(chunk, axis, SHAPE, False, True)
-            pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, False)
-            acc = _add_readout(acc, _load_states(pointers, has_place, SHAPE, False), from_right, reached)
+            reached, taken, keep = states._borders(chunk, axis, SHAPE, False, True)
+            pointers, has_place = states._place_of_state(entering, chunk, axis, SHAPE, False)
+            acc = _add_readout(acc, states._load_states(pointers, has_place, SHAPE, False), from_right, reached)
             if SHAPE.windowed:
-                acc = _add_leaving(acc, _leaving(v, chunk, axis, SHAPE, False, True), gone_right, reached, SHAPE)
+                acc = _add_leaving(
+                    acc, states._leaving(v, chunk, axis, SHAPE, False, True), gone_right, reached, SHAPE
+                )
         if SHAPE.lags > 0:
             acc = _add_across(acc, v, chunk, axis, SHAPE, False)
-        reached, taken, keep = _borders(chunk, axis, SHAPE, False, False)
+        reached, taken, keep = states._borders(chunk, axis, SHAPE, False, False)
         acc = _add_readout(acc, state, from_left, reached)
         leaving = None
         if SHAPE.windowed:
-            leaving = _leaving(v, chunk, axis, SHAPE, False, FROM_RIGHT=False)
+            leaving = states._leaving(v, chunk, axis, SHAPE, False, FROM_RIGHT=False)
             acc = _add_leaving(acc, leaving, gone_left, reached, SHAPE)
-        state = _advance(state, x.to(tl.float32), leaving, writing, taken, keep, False)
+        state = states._advance(state, x.to(tl.float32), leaving, writing, taken, keep, False)
         if SHAPE.mixed:
             acc = _lerp(unmixed, acc, weight)
-        _store_rows(out, query, asked, channels, acc, SHAPE)
+        states._store_rows(out, query, asked, channels, acc, SHAPE)

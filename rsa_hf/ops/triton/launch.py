@@ -208,7 +208,7 @@ class _Launch:
         document_ids = value if document_ids is None else document_ids
         masks = tuple((tensor, tensor.stride(0) if len(tensor) > 1 else 0) for tensor in (key_mask, document_ids))
         # What all kernels that walk along the sequence take.
-        self.tables = (*masks, self.columns, self.heads, self.table)
+        self.shared = (*masks, self.columns, self.heads, self.table)
         self.sizes = (B, len(self.columns), R, self.length, self.mask.query_offset, self.mask.query_length)
         numbers = (self.length, self.farthest)
         powers_kernel[(R,)](self.learned, self.heads, self.table, *numbers, SHAPE=self.shape, num_warps=1)
@@ -221,7 +221,7 @@ class _Launch:
             _strided(self.attention),
             self.learned,
             _strided(output.transpose(1, 2) if self.is_mixed else output),
-            *self.tables,
+            self.shared,
             self._written(value, 0, self.length, self.num_key_value_groups, backward=False),
             self._entering(2),
             (*self.sizes, self.num_key_value_groups, self.slots, self.farthest),
@@ -243,7 +243,7 @@ class _Launch:
             _strided(dvalue),
             _strided(value if dattention is None else dattention.transpose(1, 2)),
             partial,
-            *self.tables,
+            self.shared,
             self._written(grad, mask.query_offset, mask.query_length, 1, backward=True),
             self._entering(4),
             (*self.sizes, self.num_key_value_groups, self.slots, self.farthest),
@@ -258,10 +258,7 @@ class _Launch:
             tuple(partial if tensor is None else tensor for tensor in gradients),
             self.heads,
             self.starts,
-            (mu, eta, nu),
-            len(self.heads),
-            parts,
-            max(self.residues) * parts,
+            (mu, eta, nu, len(self.heads), parts, max(self.residues) * parts),
             SHAPE=self.shape,
             HEADS=heads,
             BLOCK=max(512 // heads, 4),
@@ -275,7 +272,7 @@ class _Launch:
         splits = self.table.new_empty(self.programs, 2, 4, self.shape.block)
         splits_kernel[(self.programs,)](
             _strided(x),
-            *self.tables,
+            self.shared,
             splits,
             (len(x), len(self.columns), self.length, shift, count, num_key_value_groups, self.farthest),
             SHAPE=self.shape,

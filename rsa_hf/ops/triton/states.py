@@ -16,20 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.tables import (
-    DILATION,
-    DZ,
-    INDEX,
-    REST,
-    TABLE_ROWS,
-    Z,
-    _at_window,
-    _entry,
-    _of_row,
-    _plus,
-    _steps_of_split,
-    _times,
-)
+from rsa_hf.ops.triton import tables
 
 
 class Axis(NamedTuple):
@@ -48,21 +35,9 @@ class Axis(NamedTuple):
 
 
 @triton.jit
-def _program(
-    columns,
-    heads,
-    table,
-    key_mask,
-    document_ids,
-    rows,
-    num_columns,
-    length,
-    shift,
-    count,
-    farthest,
-    SHAPE: tl.constexpr,
-):
+def _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE: tl.constexpr):
     """What this program owns: head, its index in the layer, row of the batch, channel block, column, axis, part."""
+    key_mask, document_ids, columns, heads, table = shared
     program = tl.program_id(0)
     block = program % SHAPE.blocks
     column = (program // SHAPE.blocks) % num_columns
@@ -70,13 +45,13 @@ def _program(
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d, index = _of_row(heads, head, DILATION), _of_row(heads, head, INDEX)
+    d, index = tables._of_row(heads, head, tables.DILATION), tables._of_row(heads, head, tables.INDEX)
     steps = tl.cdiv(length - residue, d)
-    per_split = _steps_of_split(length, d, SHAPE)
+    per_split = tables._steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)
     last = tl.minimum(first + per_split // SHAPE.chunk, tl.cdiv(steps, SHAPE.chunk))
     channels = block * SHAPE.block + tl.arange(0, SHAPE.block)
-    table += head * TABLE_ROWS * SHAPE.powers
+    table += head * tables.TABLE_ROWS * SHAPE.powers
     documents, mask = document_ids[0] + row * document_ids[1], key_mask[0] + row * key_mask[1]
     axis = Axis(documents, mask, steps, residue, d, shift, count, channels, table, farthest // d)
     return head, index, row, block, column, axis, (split, per_split, first, last)
@@ -174,14 +149,14 @@ def _writing(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; and,
     with a window, z^{N + k} and its derivative, the weights that are subtracted for the rows that leave it.
     """
-    z, C = _entry(axis.table, Z, exponents, SHAPE), SHAPE.chunk
-    slope = _entry(axis.table, DZ, exponents, SHAPE) if BACKWARD else z
-    whole, rest = _entry(axis.table, Z, C, SHAPE), _entry(axis.table, REST, C, SHAPE)
+    z, C = tables._entry(axis.table, tables.Z, exponents, SHAPE), SHAPE.chunk
+    slope = tables._entry(axis.table, tables.DZ, exponents, SHAPE) if BACKWARD else z
+    whole, rest = tables._entry(axis.table, tables.Z, C, SHAPE), tables._entry(axis.table, tables.REST, C, SHAPE)
     far, far_slope = z, z
     if SHAPE.windowed:
-        power, change = _at_window(axis.table, Z, SHAPE), _at_window(axis.table, DZ, SHAPE)
-        far, far_slope = _times(power, z), _plus(_times(power, slope), _times(change, z))
-    return z, slope, whole, rest, _entry(axis.table, DZ, C, SHAPE), far, far_slope
+        power, change = tables._at_window(axis.table, tables.Z, SHAPE), tables._at_window(axis.table, tables.DZ, SHAPE)
+        far, far_slope = tables._times(power, z), tables._plus(tables._times(power, slope), tables._times(change, z))
+    return z, slope, whole, rest, tables._entry(axis.table, tables.DZ, C, SHAPE), far, far_slope
 
 
 @triton.jit
@@ -224,9 +199,9 @@ def _advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
     h, q = state
     z, slope, whole, rest, change, far, far_slope = writing
     written = _written(x, z, taken, leaving, far, keep)
-    moved = _plus(_times(whole, h), _times(rest, h))
+    moved = tables._plus(tables._times(whole, h), tables._times(rest, h))
     if BACKWARD:
-        q_moved = _plus(_plus(_times(whole, q), _times(rest, q)), _times(change, h))
+        q_moved = tables._plus(tables._plus(tables._times(whole, q), tables._times(rest, q)), tables._times(change, h))
         q = _kept(q_moved, keep, _written(x, slope, taken, leaving, far_slope, keep))
     return _kept(moved, keep, written), q
 
@@ -358,18 +333,16 @@ def _states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.const
         stride = apart * (8 * BLOCK)
         pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
         written, change = _load_states(pointers, used[:, None], SHAPE, BACKWARD)
-        z = _column(_entry(axis.table, Z, exponent, SHAPE))
-        h = _total(_times(z, written))
+        z = _column(tables._entry(axis.table, tables.Z, exponent, SHAPE))
+        h = _total(tables._times(z, written))
         if BACKWARD:
-            slope = _column(_entry(axis.table, DZ, exponent, SHAPE))
-            q = _total(_plus(_times(z, change), _times(slope, written)))
+            slope = _column(tables._entry(axis.table, tables.DZ, exponent, SHAPE))
+            q = _total(tables._plus(tables._times(z, change), tables._times(slope, written)))
     return h, q
 
 
 @triton.jit
-def splits_kernel(
-    x, key_mask, document_ids, columns, heads, table, splits, sizes, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
-):
+def splits_kernel(x, shared, splits, sizes, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """What each split of V, or of dOut, writes into the states on either side: [programs, 2 sides, 4, BLOCK].
 
     Where:
@@ -379,9 +352,8 @@ def splits_kernel(
     """
     BLOCK: tl.constexpr = SHAPE.block
     rows, num_columns, length, shift, count, num_key_value_groups, farthest = sizes
-    _head, index, row, _block, _column, axis, part = _program(
-        columns, heads, table, key_mask, document_ids, rows, num_columns, length, shift, count, farthest, SHAPE
-    )
+    owned = _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE)
+    _head, index, row, _block, _column, axis, part = owned
     x_rows = _of_head(x, row, index // num_key_value_groups)
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)

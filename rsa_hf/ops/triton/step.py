@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-from rsa_hf.ops.triton.forward import _lerp
-from rsa_hf.ops.triton.states import _load_rows, _of_head
-from rsa_hf.ops.triton.tables import DILATION, INDEX, LAGS, _amplitudes, _gates, _of_row, _power, _rates, _times
+from rsa_hf.ops.triton import forward, states, tables
 
 NEGLIGIBLE = tl.constexpr(2.0**-30)  # share of the largest value, in P V: below what float32 resolves
 FAR = tl.constexpr(2**30)
@@ -51,13 +49,13 @@ def step_kernel(
     program = tl.program_id(0)
     block, head = program % SHAPE.blocks, (program // SHAPE.blocks) % num_heads
     row = (program // (SHAPE.blocks * num_heads)).to(tl.int64)
-    index, d = _of_row(heads, head, INDEX), _of_row(heads, head, DILATION)
+    index, d = tables._of_row(heads, head, tables.INDEX), tables._of_row(heads, head, tables.DILATION)
     channels = block * BLOCK + tl.arange(0, BLOCK)
-    v = _of_head(value, row, index // num_key_value_groups)
+    v = states._of_head(value, row, index // num_key_value_groups)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
-    c = _amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
+    rho, _slope, angle, _turn = tables._rates(learned, heads, head, SHAPE)
+    c = tables._amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
     if not KNOWN:
         place = tl.load(position).to(tl.int32)
     steps = tl.minimum(tl.minimum(place, farthest) // d, _reach(rho, SHAPE))
@@ -67,17 +65,17 @@ def step_kernel(
         key, seen = place - (k + 1) * d, k < steps
         if SHAPE.masked:
             seen = seen & (tl.load(mask + key, mask=seen, other=0) != 0)
-        f, _imaginary = _times(c, _power(rho, angle, k, k))
+        f, _imaginary = tables._times(c, tables._power(rho, angle, k, k))
         if SHAPE.lags > 0:
-            free_lags, is_free = learned[4] + SHAPE.lags * _of_row(heads, head, LAGS), k < SHAPE.lags
+            free_lags, is_free = learned[4] + SHAPE.lags * tables._of_row(heads, head, tables.LAGS), k < SHAPE.lags
             f = tl.where(is_free, tl.load(free_lags + k, mask=is_free, other=0.0).to(tl.float64), f)
-        x = _load_rows(v, key.to(tl.int64), seen, channels, SHAPE).to(tl.float32)
+        x = states._load_rows(v, key.to(tl.int64), seen, channels, SHAPE).to(tl.float32)
         acc += tl.sum(f.to(tl.float32)[:, None] * x, axis=0)
     is_channel = channels < SHAPE.head_size
     if SHAPE.mixed:
-        gate, _gate_slope = _gates(learned, heads, head, SHAPE)
-        softmax, _position_stride = _of_head(attention, row, index)
+        gate, _gate_slope = tables._gates(learned, heads, head, SHAPE)
+        softmax, _position_stride = states._of_head(attention, row, index)
         unmixed = tl.load(softmax + channels, mask=is_channel, other=0.0).to(tl.float32)
-        acc = _lerp(unmixed, acc, gate.to(tl.float32))
-    out, _out_stride = _of_head(output, row, index)
+        acc = forward._lerp(unmixed, acc, gate.to(tl.float32))
+    out, _out_stride = states._of_head(output, row, index)
     tl.store(out + channels, acc.to(out.dtype.element_ty), mask=is_channel)
