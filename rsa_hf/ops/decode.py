@@ -46,9 +46,6 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     if compiled and value.dtype != weights.dtype:
         # One kernel, which reads V in its dtype; for `bmm` the compiler would write a copy in the weights' dtype.
         sums = (matrices[..., None] * columns[:, None]).sum(2)
-    elif torch.is_autocast_enabled(value.device.type):
-        with torch.autocast(value.device.type, enabled=False):  # autocast would multiply in half precision
-            sums = torch.bmm(matrices, columns)
     else:
         sums = torch.bmm(matrices, columns)
     return take_heads(sums.view(B, num_values * shared, 1, D), rows, dim=1)

@@ -41,15 +41,14 @@ def product_in_pytorch(
 
     No value of a tensor is looked at, so it works in graphs and in the transforms of `torch.func`.
     """
-    # Cast here, so that the gradients of heads that share a value head are summed before they are rounded.
-    value = value.to(working_dtype(value))
     is_read = mask.unread_mask is None or mask.query_position is not None
     if mask.is_step and is_read:
         product = decode(value, rems, mask)
-    elif mask.visible is not None or not is_read or mask.has_few_queries or value.numel() == 0:
-        product = _dense(value, rems, mask)
     else:
-        product = _chunked(value, rems, mask)
+        # Cast here, so that the gradients of heads that share a value head are summed before they are rounded.
+        value = value.to(working_dtype(value))
+        is_dense = mask.visible is not None or not is_read or mask.has_few_queries or value.numel() == 0
+        product = (_dense if is_dense else _chunked)(value, rems, mask)
     return product if attention is None or gate is None else mix(attention, product, gate, rems.heads)
 
 
