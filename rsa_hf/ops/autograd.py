@@ -44,8 +44,6 @@ def solve(problem: Problem) -> Tensor:
         return _solve_recorded(problem)
     if is_transformed():
         return _in_pytorch(problem)
-    if problem.mask.query_position is not None and problem.value.is_cpu:
-        problem = problem._replace(mask=problem.mask.with_known_position())
     path = _path(problem)
     if path != "triton" or not torch.is_grad_enabled():
         return _forward(path, problem)

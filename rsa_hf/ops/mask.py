@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsa_hf.rem import is_recorded
+from rsa_hf.rem import is_recorded, is_transformed
 
 Answer = TypeVar("Answer")
 FEW_QUERIES = 16
@@ -61,13 +61,6 @@ class AttentionMask:
     def is_step(self) -> bool:
         """Whether this is the mask of a single causal query after cached keys."""
         return self.query_length == 1 < self.key_length and self.causal
-
-    def with_known_position(self) -> "AttentionMask":
-        """The mask with its single query's position as a number, if only its row shows that; waits for the device."""
-        if self.query_position is None or self.visible is None or self.visible.shape[1] > 1:
-            return self
-        row = self.visible[:, 0, 0]
-        return AttentionMask(1, self.key_length, int(self.query_position), self.causal, key_mask=row)
 
     @property
     def seen_length(self) -> int:
@@ -119,7 +112,7 @@ def remembered(function: Callable[..., Answer], tensor: Tensor, *args: Any) -> A
     until an operation of PyTorch writes to the tensor; writes through `.data` or by other libraries are not noticed.
     The result must not hold the tensor or share its memory, which may change before a backward pass.
     """
-    if is_recorded():
+    if is_recorded() or is_transformed():
         return function(tensor, *args)
     is_compared = tensor.device.type == "cpu" or tensor.is_inference()  # inference tensors have no version
     key = (None if is_compared else tensor._version, function, *args)

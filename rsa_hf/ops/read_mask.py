@@ -64,7 +64,7 @@ def read_attention_mask(
     if attention_mask is not None and attention_mask.dim() == 4:
         # Values are not known in a graph, and may be batched in a transform of torch.func.
         not_read = is_recorded() or is_transformed()
-        if causal and T == 1:
+        if causal and T == 1 and (not_read or not attention_mask.is_cpu):
             # Comparing an inference tensor with its copy would wait for the device; reading a row does not.
             if not_read or attention_mask.is_inference():
                 return read_row(attention_mask, T, S, causal)
@@ -115,8 +115,6 @@ def _document_ids_of_positions(positions: Tensor) -> Tensor | None:
     begins = positions == positions.min()
     if not bool(begins[:, 1:].any()):
         return None
-    if bool(begins.all()):
-        warn_single_token_documents()
     return begins.cumsum(dim=1)
 
 
@@ -247,8 +245,6 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         window = int(torch.where(visible, lags(found, mask.device).abs(), 0).amax()) + 1
         windowed = replace(found, sliding_window=window)
         if explains(windowed):
-            if window == 1:
-                warn_single_token_documents()
             return windowed
         documents = _documents(visible[:, 0], key_mask, offset)
         for packed in (replace(found, documents=documents), replace(windowed, documents=documents)):
@@ -308,14 +304,3 @@ def query_position(visible: Tensor, T: int, S: int, causal: bool) -> Tensor:
     is_determined = (misfits[0] & (slots == last)).any()
     is_first = (last == S - T) & (causal | (last >= T))
     return torch.where(is_determined | is_first, fitting, (last - last_query).clamp(0, S - T))
-
-
-def warn_single_token_documents() -> None:
-    """Warn that each token is a document of its own."""
-    warnings.warn(
-        "No token of this input sees another one, so attention and RSA heads have nothing to work on: each token is "
-        "read as a packed document of its own. If that is not meant, check position_ids: they start anew with each "
-        "document, so all zeros, or one number for all tokens, make every token a document. (A sliding window of 1 "
-        "looks the same.)",
-        stacklevel=2,
-    )

@@ -126,6 +126,14 @@ def test_lora_and_rsa_merge_to_the_same_outputs(name):
     assert relative_error(unpatch_model(merged)(**batch)[0], found) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["deberta_v2", "mpt", "openai"])
+@torch.no_grad()
+def test_texts_that_vmap_maps_over_give_what_a_batch_gives(name):
+    model, batch = patch_model(build_adapted(name, attn_implementation="eager"), PLAN), padded_inputs(name)
+    mapped = torch.func.vmap(lambda ids, mask: model(ids[None], attention_mask=mask[None])[0][0])
+    assert torch.allclose(mapped(*batch.values()), model(**batch)[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("patched_under", ["sdpa", "eager"])
 @torch.no_grad()
 def test_upcast_attention_keeps_its_recurrence_under_eager_attention(patched_under):

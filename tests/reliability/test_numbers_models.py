@@ -131,21 +131,6 @@ def test_models_are_finite_and_as_exact_as_the_plain_model(family, name, attenti
                 assert float(off) <= 1e-4 * max(scale, 1e-6), f"{key}: {gradient} for {expected[key]}"
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_position_ids_that_make_every_token_a_document_warn(family, rows):
-    model = patched(model_of(family))
-    ids = torch.randint(3, VOCAB, (rows, T))
-    with pytest.warns(UserWarning, match="check position_ids"):
-        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(input_ids=ids)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.arange(T - 1), 0))
-        model(input_ids=ids[:1], position_ids=torch.tensor([[0, 0, 1, *range(T - 3)]]), use_cache=False)
-        model(input_ids=ids[:, :1], position_ids=torch.zeros(rows, 1, dtype=torch.long), use_cache=False)
-
-
 @pytest.mark.parametrize("eta", [7.0, 8.4, 10.0, 14.0])
 def test_a_rate_that_float32_cannot_tell_from_one_still_learns(eta):
     heads = RSAHeads(RSAConfig(num_regular=1, parameter_scale=1, gate_init=0.0).layer_specs([1])[0])
