@@ -14,30 +14,19 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsa_hf.calibration import calibrate
-    from rsa_hf.config import HeadConfig, RSAConfig
-    from rsa_hf.layer import RSAHeads
-    from rsa_hf.ops import rem_product
-    from rsa_hf.patching import is_patched, patch_model, unpatch_model
-    from rsa_hf.rem import rem_matrix
-    from rsa_hf.report import rsa_report
-    from rsa_hf.training.optimizer import param_groups
+    from rsa_hf.calibration import calibrate as calibrate
+    from rsa_hf.config import HeadConfig as HeadConfig
+    from rsa_hf.config import RSAConfig as RSAConfig
+    from rsa_hf.layer import RSAHeads as RSAHeads
+    from rsa_hf.ops import rem_product as rem_product
+    from rsa_hf.patching import is_patched as is_patched
+    from rsa_hf.patching import patch_model as patch_model
+    from rsa_hf.patching import unpatch_model as unpatch_model
+    from rsa_hf.rem import rem_matrix as rem_matrix
+    from rsa_hf.report import rsa_report as rsa_report
+    from rsa_hf.training.optimizer import param_groups as param_groups
 
 __version__ = "0.2.0.dev0"
-
-__all__ = [
-    "HeadConfig",
-    "RSAConfig",
-    "RSAHeads",
-    "calibrate",
-    "is_patched",
-    "param_groups",
-    "patch_model",
-    "rem_matrix",
-    "rem_product",
-    "rsa_report",
-    "unpatch_model",
-]
 
 _MODULES = {
     "HeadConfig": "rsa_hf.config",
@@ -52,6 +41,7 @@ _MODULES = {
     "rsa_report": "rsa_hf.report",
     "unpatch_model": "rsa_hf.patching",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

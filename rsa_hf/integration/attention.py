@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from rsa_hf.children import heads_of
-from rsa_hf.integration import what_fits
+from rsa_hf.integration import trial, what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
 from rsa_hf.integration.positions import (
@@ -29,17 +29,6 @@ from rsa_hf.integration.positions import (
     warn_of_gaps,
 )
 from rsa_hf.integration.split_layers import layer_shape, run_heads
-from rsa_hf.integration.trial import (
-    AttentionCall,
-    attention_output,
-    direction_shown,
-    foreign_part,
-    is_aligned_top_left,
-    marking,
-    marks_of,
-    require_trusted,
-    state,
-)
 from rsa_hf.ops.read_mask import flash_document_ids, read_attention_mask
 
 _BY_CLASS = {(architecture.path, architecture.name): architecture for architecture in ARCHITECTURES}
@@ -81,7 +70,7 @@ def _attention_with_rsa(
     **keywords: Any,
 ) -> Any:
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
-    if (rsa := heads_of(module)) is None and state.calls is None:
+    if (rsa := heads_of(module)) is None and trial.state.calls is None:
         return base(module, query, key, value, attention_mask, *args, **keywords)
     causal = keywords.get("is_causal")
     if causal is None:
@@ -91,16 +80,16 @@ def _attention_with_rsa(
     def attend(query: Tensor, value: Tensor) -> Any:
         return base(module, query, key, value, attention_mask, *args, **keywords)
 
-    if (calls := state.calls) is not None:
+    if (calls := trial.state.calls) is not None:
         # Zero queries weight all keys that they see equally.
-        seen = attend(torch.zeros_like(query), marks_of(value))
-        calls.append(_call(module, attention_output(seen, implementation, query, value), value, causal))
-    foreign = foreign_part(base)
+        seen = attend(torch.zeros_like(query), trial.marks_of(value))
+        calls.append(_call(module, trial.attention_output(seen, implementation, query, value), value, causal))
+    foreign = trial.foreign_part(base)
     if foreign is not None and rsa is not None:
         planned = causal if rsa.spec.causal is None else rsa.spec.causal
         is_causal = bool(planned) and query.shape[2] > 1 and (attention_mask is None or attention_mask.dim() == 2)
         in_cache = keywords.get("cache") is not None
-        require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
+        trial.require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if "write_index" in keywords:  # of a paged cache
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
     result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
@@ -108,10 +97,10 @@ def _attention_with_rsa(
     if has_more_keys and rsa is not None:
         require_own_keys(module, key.shape[2])
         is_known = attention_mask is not None or query.shape[2] == 1 or masks in (*_WITH_WINDOWS, _FLASH_MASKS)
-        aligned_top_left = masks is _SDPA_MASKS if is_known else is_aligned_top_left(attend, query, value)
+        aligned_top_left = masks is _SDPA_MASKS if is_known else trial.is_aligned_top_left(attend, query, value)
     mixed = mix_recurrence(
         module,
-        result[0] if foreign is None else attention_output(result, implementation, query, value),
+        result[0] if foreign is None else trial.attention_output(result, implementation, query, value),
         value,
         attention_mask > -50 if type(module).__name__ in _HIDE_WITH_MINUS_100 else attention_mask,
         causal,
@@ -122,11 +111,11 @@ def _attention_with_rsa(
     return mixed, result[1]
 
 
-def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None) -> AttentionCall:
+def _call(module: nn.Module, output: Tensor, value: Tensor, stated: bool | None) -> trial.AttentionCall:
     """The record of a call, from attention's output on marks, [B, T, H, D], and V, [B, Hv, S, D]."""
     shape = layer_shape(module, output, value)
-    shown = stated if output.is_meta else direction_shown(output, stated)
-    return AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
+    shown = stated if output.is_meta else trial.direction_shown(output, stated)
+    return trial.AttentionCall(module, shape, output.shape[1], value.shape[2], stated, shown)
 
 
 # --- modules that do not use the attention interface ----------------------------------------------------------------
@@ -175,7 +164,7 @@ def wrap_class(path: str, name: str) -> Architecture:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        calls = state.calls
+        calls = trial.state.calls
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
@@ -186,7 +175,7 @@ def wrap_class(path: str, name: str) -> Architecture:
             return attention
 
         if calls is not None:
-            with marking():
+            with trial.marking():
                 row.run(self, original, call, record)
         return row.run(self, original, call, functools.partial(mix_recurrence, self))
 

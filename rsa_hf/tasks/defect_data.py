@@ -14,15 +14,7 @@ from typing import Any, Literal, get_args
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import (
-    SPLITS,
-    DataSource,
-    checked,
-    numbered,
-    read_table,
-    sources_of,
-    with_names_of_classes,
-)
+from rsa_hf.tasks import data_files
 from rsa_hf.tasks.python_defects import Example, load_python_defects
 from rsa_hf.utils.text import brief
 
@@ -37,7 +29,7 @@ LongFunctions = Literal["truncate", "chunk"]
 
 
 @dataclass
-class DefectDataConfig(DataSource):
+class DefectDataConfig(data_files.DataSource):
     """The data of defect detection, and how functions are cut to the model's length.
 
     Without files and `dataset_name`, the data is embedded: functions of Python's standard library with injected
@@ -136,11 +128,11 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
         settings = (config.sample_seed, config.min_characters, config.max_characters, config.defect_kinds)
         splits = load_python_defects(*settings)
     else:
-        sources = sources_of(config, only)
+        sources = data_files.sources_of(config, only)
         splits = {split: read_examples(_rows(config, split, source), config) for split, source in sources.items()}
         if config.split_by is not None and "train" in splits:
             splits = _with_made_splits(splits, config)
-    splits = {split: splits[split] for split in SPLITS if split in splits and only in (None, split)}
+    splits = {split: splits[split] for split in data_files.SPLITS if split in splits and only in (None, split)}
     if only is None and config.deduplicate:
         splits["train"] = _deduplicated(splits)
     for split, examples in splits.items():
@@ -161,8 +153,10 @@ def load_defect_data(config: DefectDataConfig, only: str | None = None) -> dict[
 def _rows(config: DefectDataConfig, split: str, source: Any) -> Iterator[tuple[str, Any]]:
     """The rows of a split's file or data set, each with its place."""
     if config.dataset_name is None:
-        return read_table(source)
-    return numbered(f"{config.dataset_name}, {split} row", with_names_of_classes(source, source.features))
+        return data_files.read_table(source)
+    return data_files.numbered(
+        f"{config.dataset_name}, {split} row", data_files.with_names_of_classes(source, source.features)
+    )
 
 
 def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, labelled: bool = True) -> list[Example]:
@@ -214,7 +208,7 @@ def read_examples(rows: Iterable[tuple[str, Any]], config: DefectDataConfig, lab
         fixed = text_of(*_first_of((config.fixed_column_name,), row))
         return [example, replace(example, func=fixed, target=0, idx=None, pair=0)]
 
-    found = list(checked(rows, read))
+    found = list(data_files.checked(rows, read))
     if config.paired and labelled:
         return _paired([example for examples in found for example in examples])
     examples = []
@@ -302,7 +296,7 @@ def conflicting(examples: Iterable[Example]) -> set[bytes]:
 
 def _deduplicated(splits: Mapping[str, Sequence[Example]]) -> list[Example]:
     dropped = conflicting(splits["train"])
-    dropped |= {identity(example) for split in SPLITS[1:] for example in splits.get(split, [])}
+    dropped |= {identity(example) for split in data_files.SPLITS[1:] for example in splits.get(split, [])}
     kept: dict[bytes, Example] = {}
     for example in splits["train"]:
         if identity(example) not in dropped:

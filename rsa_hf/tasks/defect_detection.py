@@ -30,19 +30,10 @@ from transformers import (
 
 from rsa_hf.patching import is_patched
 from rsa_hf.plots import plot_confusion
+from rsa_hf.tasks import defect_scores
 from rsa_hf.tasks.data_files import read_table
 from rsa_hf.tasks.defect_audit import audit, format_audit, word_count_baseline
 from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_examples
-from rsa_hf.tasks.defect_scores import (
-    bootstrap_intervals,
-    by_function,
-    choose_threshold,
-    compute_metrics,
-    pair_rates_of,
-    parts_of,
-    probabilities,
-    trainer_metrics,
-)
 from rsa_hf.tasks.python_defects import Example
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, RunArguments, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
@@ -103,16 +94,18 @@ def main(arguments: Sequence[str]) -> None:
         eval_dataset=rows["validation"],
         data_collator=collate,
         processing_class=tokenizer,
-        compute_metrics=trainer_metrics,
+        compute_metrics=defect_scores.trainer_metrics,
         compute_loss_func=partial(_loss, weights=weights, smoothing=args.label_smoothing_factor),
     )
-    train_to_end(trainer, folder, compute_metrics([[1, 0], [0, 1]], [0, 1]))
+    train_to_end(trainer, folder, defect_scores.compute_metrics([[1, 0], [0, 1]], [0, 1]))
     logits = {
-        split: by_function(*parts_of(trainer.predict(rows[split], metric_key_prefix=split)))
+        split: defect_scores.by_function(
+            *defect_scores.parts_of(trainer.predict(rows[split], metric_key_prefix=split))
+        )
         for split in rows
         if split != "train"
     }
-    threshold = choose_threshold(*logits["validation"])
+    threshold = defect_scores.choose_threshold(*logits["validation"])
     scores = {split: _scores(splits[split], found, threshold) for split, found in logits.items()}
     assert trainer.model is not None
     setattr(trainer.model.config, SAVED, {"threshold": threshold, **saved})
@@ -121,7 +114,7 @@ def main(arguments: Sequence[str]) -> None:
         for split, found in logits.items():
             with suppress(ImportError):  # no matplotlib, as `finish_run` reports
                 plot_confusion(found[1], found[0].argmax(axis=1), args.folder / f"confusion_{split}.png")
-            notes += _notes(split, scores[split], bootstrap_intervals(*found))
+            notes += _notes(split, scores[split], defect_scores.bootstrap_intervals(*found))
         if "test" in logits:
             rows_of_test = _predictions(splits["test"], logits["test"][0], threshold)
             for_codexglue = "".join(f"{row['idx']}\t{int(row['score'] > 0.5)}\n" for row in rows_of_test)
@@ -193,7 +186,9 @@ def plain_model_and_rows(arguments: Sequence[str]) -> tuple[PreTrainedModel, Any
 
 def _scores(examples: Sequence[Example], found: tuple[Any, Any], threshold: float | None) -> dict[str, float]:
     """The scores of functions and, if they are paired, the pair rates at the threshold 0.5."""
-    return compute_metrics(*found, threshold=threshold) | pair_rates_of(examples, found[0].argmax(axis=1))
+    return defect_scores.compute_metrics(*found, threshold=threshold) | defect_scores.pair_rates_of(
+        examples, found[0].argmax(axis=1)
+    )
 
 
 def _table(
@@ -239,7 +234,7 @@ def _notes(split: str, scores: Mapping[str, float], intervals: Mapping[str, Sequ
 
 def _predictions(examples: Sequence[Example], logits: Any, threshold: float) -> list[dict[str, Any]]:
     """The result for each function, as `predict` returns it."""
-    scores = probabilities(logits).tolist()
+    scores = defect_scores.probabilities(logits).tolist()
     return [
         {"idx": i if each.idx is None else each.idx, "score": score, "label": LABELS[int(score > threshold)]}
         for i, (each, score) in enumerate(zip(examples, scores, strict=True))
@@ -269,7 +264,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str], threshold: float |
     logits = _logits(model, tokenizer, splits[split], run)
     if threshold is None:
         threshold = getattr(model.config, SAVED, {}).get("threshold")
-    return {**_scores(splits[split], logits, threshold), "intervals": bootstrap_intervals(*logits)}
+    return {**_scores(splits[split], logits, threshold), "intervals": defect_scores.bootstrap_intervals(*logits)}
 
 
 def predict(name: str, path: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
@@ -329,7 +324,9 @@ def _logits(
             fp16=run.training.fp16,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
-        return by_function(*parts_of(trainer.predict(tokenize(examples, tokenizer, run.data))))
+        return defect_scores.by_function(
+            *defect_scores.parts_of(trainer.predict(tokenize(examples, tokenizer, run.data)))
+        )
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:

@@ -6,16 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import (
-    accuracy_score,
-    average_precision_score,
-    f1_score,
-    matthews_corrcoef,
-    precision_score,
-    recall_score,
-    roc_auc_score,
-    roc_curve,
-)
+from sklearn import metrics
 from transformers import EvalPrediction
 
 from rsa_hf.tasks.python_defects import Example
@@ -39,16 +30,19 @@ def classification_scores(predictions: Any, references: Any, prediction_scores: 
         the precision-recall curve, and `vd_score`, all NaN if references hold only one class.
     """
     positives = int(np.sum(references))
-    of_class_1 = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
+    of_class_1 = {"f1": metrics.f1_score, "precision": metrics.precision_score, "recall": metrics.recall_score}
     result = {
-        "accuracy": float(accuracy_score(references, predictions)),
+        "accuracy": float(metrics.accuracy_score(references, predictions)),
         **{name: float(score(references, predictions, zero_division=0)) for name, score in of_class_1.items()},
-        "mcc": float(matthews_corrcoef(references, predictions)),
+        "mcc": float(metrics.matthews_corrcoef(references, predictions)),
         "predicted_positive_share": float(np.mean(predictions)),
         "majority_accuracy": max(positives, len(references) - positives) / len(references),
     }
     if prediction_scores is not None:
-        for name, score in (("roc_auc", roc_auc_score), ("average_precision", average_precision_score)):
+        for name, score in (
+            ("roc_auc", metrics.roc_auc_score),
+            ("average_precision", metrics.average_precision_score),
+        ):
             both = 0 < positives < len(references)
             result[name] = float(score(references, prediction_scores)) if both else math.nan
         result["vd_score"] = vd_score(prediction_scores, references)
@@ -77,7 +71,7 @@ def vd_score(scores: Any, labels: Any, max_fpr: float = MAX_FPR) -> float:
         raise ValueError(f"max_fpr={max_fpr}: a share from 0 to 1 is needed.")
     if len(set(np.asarray(labels).tolist())) < 2:
         return math.nan
-    false_alarms, found, _ = roc_curve(labels, scores, pos_label=1, drop_intermediate=False)
+    false_alarms, found, _ = metrics.roc_curve(labels, scores, pos_label=1, drop_intermediate=False)
     return float(1 - found[false_alarms <= max_fpr].max())
 
 

@@ -12,26 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer_utils import EvalLoopOutput
 
 from rsa_hf.patching import is_patched
+from rsa_hf.tasks import text_blocks
 from rsa_hf.tasks.text8 import text8_tokenizer
-from rsa_hf.tasks.text_blocks import (
-    EvaluationBlocks,
-    EvaluationSegments,
-    StreamedBlocks,
-    TrainingBlocks,
-    TrainingTracks,
-)
 from rsa_hf.tasks.text_data import LanguageModelingDataConfig, line_boundary, read_texts, stream_training_text
 from rsa_hf.tasks.text_scores import evaluate_language_model, perplexities, set_memory
+from rsa_hf.training import model_setup
 from rsa_hf.training.arguments import ModelArguments, as_mapping, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import (
-    load_model,
-    load_tokenizer,
-    patch_for_run,
-    require_causal,
-    require_head,
-    require_inputs_fit,
-)
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 
@@ -53,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         if folder.had_finished():
             return
         model = _plain_model(run.model, tokenizer, run.data)
-    calibration = patch_for_run(model, text.train, default_collate, run)
+    calibration = model_setup.patch_for_run(model, text.train, default_collate, run)
     args.remove_unused_columns = False
     trainer = LanguageModelTrainer(
         model=model,
@@ -90,7 +77,7 @@ class LanguageModelTrainer(RSATrainer):
         self.eval_memory = eval_memory
         self.scores: dict[int | None, dict[str, float]] = {}  # of the evaluation at each step
 
-    def score(self, blocks: EvaluationBlocks | EvaluationSegments) -> dict[str, float]:
+    def score(self, blocks: text_blocks.EvaluationBlocks | text_blocks.EvaluationSegments) -> dict[str, float]:
         """Score a text. Several processes share its blocks, except under FSDP, where each process scores all."""
         return evaluate_language_model(
             self.model_wrapped if self.is_fsdp_enabled else self.model,
@@ -112,8 +99,8 @@ class LanguageModelTrainer(RSATrainer):
 def _plain_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, data: LanguageModelingDataConfig
 ) -> PreTrainedModel:
-    model = load_model(AutoModelForCausalLM, arguments)
-    require_inputs_fit(model, tokenizer, data.block_size, "block_size")
+    model = model_setup.load_model(AutoModelForCausalLM, arguments)
+    model_setup.require_inputs_fit(model, tokenizer, data.block_size, "block_size")
     _require_fit(model, tokenizer, data)
     return model
 
@@ -134,7 +121,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     """
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or name)
-    model = require_head(AutoModelForCausalLM, name)
+    model = model_setup.require_head(AutoModelForCausalLM, name)
     text = prepare_language_modeling(run.data, tokenizer, only=split)
     _require_fit(model, tokenizer, run.data)
     blocks = {"validation": text.validation, "test": text.test}.get(split)
@@ -151,8 +138,8 @@ def _require_fit(
 ) -> None:
     """Raise a ValueError unless a model accepts the inputs of an evaluation and its memory settings."""
     setting = "block_size" if data.eval_block_size is None else "eval_block_size"
-    require_inputs_fit(model, tokenizer, data.evaluation_block_size, setting)
-    require_causal(model)
+    model_setup.require_inputs_fit(model, tokenizer, data.evaluation_block_size, setting)
+    model_setup.require_causal(model)
     with set_memory(model, as_mapping("eval_memory", data.eval_memory)):
         pass
 
@@ -161,9 +148,9 @@ def _require_fit(
 class PreparedText:
     """A text that is ready for training and evaluation: in tracks and segments with `carry_memory`, else in blocks."""
 
-    train: TrainingBlocks | StreamedBlocks | TrainingTracks
-    validation: EvaluationBlocks | EvaluationSegments
-    test: EvaluationBlocks | EvaluationSegments | None
+    train: text_blocks.TrainingBlocks | text_blocks.StreamedBlocks | text_blocks.TrainingTracks
+    validation: text_blocks.EvaluationBlocks | text_blocks.EvaluationSegments
+    test: text_blocks.EvaluationBlocks | text_blocks.EvaluationSegments | None
     digest: str  # of the texts that are not streamed
 
 
@@ -202,16 +189,18 @@ def prepare_language_modeling(
         scored = text.removeprefix(first)
         num_words = len(scored.split()) + (scored.count(b"\n") if config.count_line_ends_as_words else 0)
         if config.carry_memory:
-            return EvaluationSegments(ids, config.evaluation_block_size, len(scored), num_words)
-        return EvaluationBlocks(ids, config.evaluation_block_size, len(scored), num_words, config.stride)
+            return text_blocks.EvaluationSegments(ids, config.evaluation_block_size, len(scored), num_words)
+        return text_blocks.EvaluationBlocks(ids, config.evaluation_block_size, len(scored), num_words, config.stride)
 
     train: Any = None
     if only is None and config.carry_memory:
-        train = TrainingTracks(token_ids["train"], config.block_size, num_tracks)
+        train = text_blocks.TrainingTracks(token_ids["train"], config.block_size, num_tracks)
     elif only is None and config.streaming:
-        train = StreamedBlocks(lambda: _encode(stream_training_text(config), tokenizer, "train"), config.block_size)
+        train = text_blocks.StreamedBlocks(
+            lambda: _encode(stream_training_text(config), tokenizer, "train"), config.block_size
+        )
     elif only is None:
-        train = TrainingBlocks(token_ids["train"], config.block_size)
+        train = text_blocks.TrainingBlocks(token_ids["train"], config.block_size)
     return PreparedText(train, evaluation("validation"), evaluation("test"), digest(texts.values()))
 
 
@@ -224,7 +213,7 @@ def load_language_modeling_tokenizer(name: str | None) -> PreTrainedTokenizerBas
         )
     if name == "text8":
         return text8_tokenizer()
-    return None if name == "bytes" else load_tokenizer(name)
+    return None if name == "bytes" else model_setup.load_tokenizer(name)
 
 
 def _encode(chunks: Iterable[bytes], tokenizer: PreTrainedTokenizerBase | None, split: str) -> Iterator[torch.Tensor]:

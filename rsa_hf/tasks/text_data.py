@@ -10,19 +10,11 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from rsa_hf.tasks.data_files import (
-    DataSource,
-    checked,
-    kind_of_file,
-    numbered,
-    open_compressed,
-    read_table,
-    sources_of,
-)
+from rsa_hf.tasks import data_files
 
 
 @dataclass
-class LanguageModelingDataConfig(DataSource):
+class LanguageModelingDataConfig(data_files.DataSource):
     """The texts of language modelling, and how they are cut into blocks.
 
     Without files and `dataset_name`, the text is embedded: source files of Python's standard library, which need no
@@ -71,7 +63,7 @@ class LanguageModelingDataConfig(DataSource):
             shares = f"validation_split_percentage={validation}, test_split_percentage={test}"
             raise ValueError(f"{shares}: the first must be above 0, the second at least 0, their sum below 100.")
         for path in self.files.values():
-            if kind_of_file(path) in (".csv", ".tsv", ".parquet", ".arrow", ".tar", ".zip", ".tgz"):
+            if data_files.kind_of_file(path) in (".csv", ".tsv", ".parquet", ".arrow", ".tar", ".zip", ".tgz"):
                 raise ValueError(f"{path}: a text or JSON lines (.jsonl) are needed. Convert it.")
 
     @property
@@ -110,7 +102,7 @@ def stream_training_text(config: LanguageModelingDataConfig) -> Iterator[bytes]:
 def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, Iterator[bytes]]:
     """The texts of files or of a data set on the Hub, each in pieces; of `only` one split if it has its own text."""
     column = config.text_column_name
-    sources = sources_of(config, only, streaming=config.streaming)
+    sources = data_files.sources_of(config, only, streaming=config.streaming)
     if config.dataset_name is None:
         return {split: _file_chunks(path, column) for split, path in sources.items()}
     for split, rows in sources.items():
@@ -121,16 +113,16 @@ def _chunks(config: LanguageModelingDataConfig, only: str | None) -> dict[str, I
             )
     name = config.dataset_name
     return {
-        split: _documents(numbered(f"{name}, {split} row", rows.select_columns(column)), column)
+        split: _documents(data_files.numbered(f"{name}, {split} row", rows.select_columns(column)), column)
         for split, rows in sources.items()
     }
 
 
 def _file_chunks(path: str, field: str) -> Iterator[bytes]:
-    if kind_of_file(path) in (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json"):
-        yield from _documents(read_table(path), field)
+    if data_files.kind_of_file(path) in (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json"):
+        yield from _documents(data_files.read_table(path), field)
         return
-    with open_compressed(path) as file:
+    with data_files.open_compressed(path) as file:
         while piece := file.read(2**16):
             yield piece
 
@@ -143,7 +135,7 @@ def _documents(rows: Iterable[tuple[str, Any]], field: str) -> Iterator[bytes]:
             raise ValueError(f"no text in the field {field!r}; text_column_name names another")
         return _with_line_end(row[field]).encode()
 
-    yield from checked(rows, document)
+    yield from data_files.checked(rows, document)
 
 
 def _with_line_end(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
@@ -120,7 +121,7 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     if settings:
         try:
             type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
-        except (TypeError, ValueError) as error:
+        except (StrictDataclassError, ValueError) as error:
             raise ValueError(f"eval_memory={dict(settings)}: does not fit the model ({error}).") from error
     try:
         for name, value in settings.items():

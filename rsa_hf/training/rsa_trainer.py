@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
 from transformers import ProgressCallback, Trainer
 
@@ -11,7 +13,7 @@ from rsa_hf.hub import write_card
 from rsa_hf.patching import is_patched
 from rsa_hf.training.arguments import RSATrainingArguments
 from rsa_hf.training.callbacks import ProgressBar, RSACallback, StopOnSignal, require_finite
-from rsa_hf.training.carried import CarriedState
+from rsa_hf.training.carried import carried_from, segment_state_of
 from rsa_hf.training.fsdp import shard_rsa_heads
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
@@ -51,7 +53,7 @@ class RSATrainer(Trainer):
         self.add_callback(self.stop)
         self.card_facts: Mapping[str, Any] = {}  # keyword arguments of `write_card`
         self._last_loss: Tensor | None = None
-        self._carried: CarriedState | None = None
+        self._states: dict[int, Any] = {}  # carried along the tracks, for each micro-batch of a step
         self._micro_batches = 0
         self._num_tracks: int | None = getattr(self.train_dataset, "num_tracks", None)
         if self._num_tracks is not None:
@@ -65,8 +67,9 @@ class RSATrainer(Trainer):
         """As `Trainer.train`. A new run starts with an empty memory."""
         assert self.model is not None
         shard_rsa_heads(self.model, self.accelerator)
-        self._carried = None if self._num_tracks is None else CarriedState(self.model)
-        self._micro_batches = 0
+        if self._num_tracks is not None:
+            self._state_name = segment_state_of(self.model)
+        self._states, self._micro_batches = {}, 0
         try:
             return super().train(*args, **keywords)
         finally:
@@ -101,17 +104,19 @@ class RSATrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
-        if self._carried is None or not model.training:
+        if self._num_tracks is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         rows = len(inputs["input_ids"])  # not the setting's if auto_find_batch_size has changed the batch size
         in_step = rows * self.args.gradient_accumulation_steps * self.args.world_size
         if self._num_tracks != in_step:
             raise ValueError(f"the data has {self._num_tracks} tracks, but a step takes {in_step} rows: one of each.")
         if self._micro_batches * rows % (len(self.train_dataset) // self.args.world_size) == 0:  # an epoch begins
-            self._carried.reset()
+            self._states = {}
         place = self._micro_batches % self.args.gradient_accumulation_steps
         self._micro_batches += 1
-        return self._carried.mean_loss(model, inputs, place)
+        outputs = model(**inputs, **{self._state_name: self._states.get(place)})
+        self._states[place] = carried_from(outputs, self._state_name)
+        return outputs.loss
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -130,12 +135,18 @@ class RSATrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._carried is not None:
-            self._carried.save(Path(output_dir), self.args.process_index)
+        if self._num_tracks is not None:
+            # Clones: torch.save writes the whole storage behind a view.
+            torch.save(recursively_apply(torch.clone, self._states), self._state_file(output_dir))
         self.accelerator.wait_for_everyone()  # trainer_state.json follows, which marks the checkpoint as complete
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if self._carried is not None and checkpoint is not None:
-            self._carried.load(Path(checkpoint), self.args.process_index, self.args.device)
+        if self._num_tracks is not None and checkpoint is not None:
+            # To the CPU first: torch.load does not accept cpu:0, the device of processes under gloo.
+            states = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
+            self._states = send_to_device(states, self.args.device)
             self._micro_batches = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def _state_file(self, checkpoint: str) -> Path:
+        return Path(checkpoint, f"segment_state_{self.args.process_index}.pt")

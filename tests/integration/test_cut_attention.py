@@ -98,7 +98,7 @@ def test_wrappers_of_sdpa_and_its_masks_are_right_in_a_static_cache(register_att
         return float((model(ids, past_key_values=CACHES["static"](model)).logits - expected).abs().max())
 
     assert difference() < 1e-4
-    monkeypatch.setattr("rsa_hf.integration.attention.is_aligned_top_left", lambda *_: False)
+    monkeypatch.setattr("rsa_hf.integration.trial.is_aligned_top_left", lambda *_: False)
     assert difference() > 0.1
 
 

@@ -93,7 +93,7 @@ def test_a_keyword_says_the_direction_of_one_call():
 
 
 def test_the_control_that_believes_the_table_sees_no_later_token(monkeypatch):
-    monkeypatch.setattr("rsa_hf.integration.attention.direction_shown", lambda output, stated: True)
+    monkeypatch.setattr("rsa_hf.integration.trial.direction_shown", lambda output, stated: True)
     monkeypatch.setattr(
         RSAHeads, "model_config", property(lambda self: None, lambda self, config: None), raising=False
     )

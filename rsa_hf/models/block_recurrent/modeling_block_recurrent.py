@@ -43,15 +43,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils.output_capturing import capture_outputs
 
+from rsa_hf.models import segments
 from rsa_hf.models.block_recurrent.configuration_block_recurrent import BlockRecurrentConfig
 from rsa_hf.models.interface_attention import InterfaceAttention, visibility
-from rsa_hf.models.segments import (
-    SegmentForCausalLM,
-    SegmentForSequenceClassification,
-    SegmentOutput,
-    SegmentPreTrainedModel,
-    require_shapes,
-)
 
 __all__ = ["BlockRecurrentForCausalLM", "BlockRecurrentForSequenceClassification", "BlockRecurrentModel"]
 
@@ -294,7 +288,7 @@ class BlockRecurrentLayer(GradientCheckpointingLayer):
         return hidden + self.drop(self.ff_out(self.ff_in(self.ff_norm(hidden)).relu())), cache, state
 
 
-class BlockRecurrentPreTrainedModel(SegmentPreTrainedModel):
+class BlockRecurrentPreTrainedModel(segments.SegmentPreTrainedModel):
     """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = BlockRecurrentConfig
@@ -348,7 +342,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> SegmentOutput:
+    ) -> segments.SegmentOutput:
         """Hidden states of a segment.
 
         For the arguments, see `rsa_hf.models.segments`. Windows count padding: before a text, it changes nothing if
@@ -363,7 +357,7 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
             # A longer memory comes from another window_size, and is refused.
             C = min(mems[0].shape[-2], 2 * config.window_size - 1)
             cache, state = (B, 2, config.n_head, C, config.d_head), (B, config.num_state_vectors, config.d_model)
-            require_shapes("mems", mems, [cache] * L + [state] * len(config.recurrent_places))
+            segments.require_shapes("mems", mems, [cache] * L + [state] * len(config.recurrent_places))
             caches, states = list(mems[:L]), dict(zip(config.recurrent_places, mems[L:], strict=True))
         windows = cut_into_windows(config, T, C, attention_mask, hidden.device)
         hidden = self.drop(hidden)
@@ -375,16 +369,18 @@ class BlockRecurrentModel(BlockRecurrentPreTrainedModel):
             if state is not None:
                 next_states.append(state.detach())
         use_cache = config.use_cache if use_cache is None else use_cache
-        return SegmentOutput(
+        return segments.SegmentOutput(
             last_hidden_state=self.drop(self.norm(hidden)), mems=(*next_caches, *next_states) if use_cache else None
         )
 
 
-class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, SegmentForCausalLM):
+class BlockRecurrentForCausalLM(BlockRecurrentPreTrainedModel, segments.SegmentForCausalLM):
     """The Block-Recurrent Transformer with a softmax over the next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers declares it)
 
 
-class BlockRecurrentForSequenceClassification(BlockRecurrentPreTrainedModel, SegmentForSequenceClassification):
+class BlockRecurrentForSequenceClassification(
+    BlockRecurrentPreTrainedModel, segments.SegmentForSequenceClassification
+):
     """The Block-Recurrent Transformer with a linear classifier on the last token that is not padding."""

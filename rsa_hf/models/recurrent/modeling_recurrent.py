@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models import segments
 from rsa_hf.models.recurrent.configuration_recurrent import RecurrentConfig
-from rsa_hf.models.segments import (
-    SegmentForCausalLM,
-    SegmentForSequenceClassification,
-    SegmentOutput,
-    SegmentPreTrainedModel,
-    at_last_token,
-    require_shapes,
-)
 
 __all__ = ["RecurrentForCausalLM", "RecurrentForSequenceClassification", "RecurrentModel"]
 
@@ -114,7 +107,7 @@ class RecurrentLayer(nn.Module):
         return output, last.unflatten(1, (-1, self.dilation)).transpose(0, 1)
 
 
-class RecurrentPreTrainedModel(SegmentPreTrainedModel):
+class RecurrentPreTrainedModel(segments.SegmentPreTrainedModel):
     """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = RecurrentConfig
@@ -157,7 +150,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         output_hidden_states: bool | None = None,
         detach_state: bool = True,
         **_: Any,
-    ) -> SegmentOutput:
+    ) -> segments.SegmentOutput:
         """Hidden states of a segment, [B, T, n], or [B, T, 2n] for a bidirectional network.
 
         For the arguments, see `rsa_hf.models.segments`. Padding may stand on either side or between tokens; the
@@ -169,7 +162,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         hidden = self.embed(self.embeddings, input_ids, inputs_embeds)
         if state is not None:
             needed = [(len(hidden), layer.parts, layer.dilation, layer.hidden_size) for layer in self.layers]
-            require_shapes("state", state, needed)
+            segments.require_shapes("state", state, needed)
         order, lengths = _real_first(attention_mask, hidden.shape[1])
         before = None if order is None else order.argsort(dim=1)
         hidden = self.dropout(hidden)
@@ -181,7 +174,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             all_hidden.append(_reordered(hidden, before))
             last.append(after.detach() if detach_state else after)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return SegmentOutput(
+        return segments.SegmentOutput(
             last_hidden_state=all_hidden[-1],
             state=tuple(last) if use_cache else None,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
@@ -200,7 +193,7 @@ def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else x.gather(1, order[..., None].expand_as(x))
 
 
-class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
+class RecurrentForCausalLM(RecurrentPreTrainedModel, segments.SegmentForCausalLM):
     """A recurrent network that predicts the next token."""
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -209,7 +202,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, SegmentForCausalLM):
         super().__init__(config)
 
 
-class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSequenceClassification):
+class RecurrentForSequenceClassification(RecurrentPreTrainedModel, segments.SegmentForSequenceClassification):
     """A recurrent network with a linear classifier on the last token (for the backward direction, the first)."""
 
     def build_head(self, config: RecurrentConfig) -> None:
@@ -220,4 +213,6 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel, SegmentForSeq
         """The states to classify: [B, T, n] → [B, n], or [B, T, 2n] → [B, 2n]."""
         forwards, backwards = hidden.tensor_split([self.config.hidden_size], dim=2)
         mask = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :].flip(1)
-        return torch.cat([at_last_token(forwards, attention_mask), at_last_token(backwards.flip(1), mask)], dim=-1)
+        return torch.cat(
+            [segments.at_last_token(forwards, attention_mask), segments.at_last_token(backwards.flip(1), mask)], dim=-1
+        )

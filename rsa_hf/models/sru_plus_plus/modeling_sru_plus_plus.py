@@ -36,14 +36,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from rsa_hf.models import segments
 from rsa_hf.models.interface_attention import InterfaceAttention, next_memory, visibility
-from rsa_hf.models.segments import (
-    SegmentForCausalLM,
-    SegmentForSequenceClassification,
-    SegmentOutput,
-    SegmentPreTrainedModel,
-    require_shapes,
-)
 from rsa_hf.models.sru_plus_plus.configuration_sru_plus_plus import SRUPlusPlusConfig
 
 __all__ = ["SRUPlusPlusForCausalLM", "SRUPlusPlusForSequenceClassification", "SRUPlusPlusModel"]
@@ -117,7 +111,7 @@ class SRUPlusPlusLayer(GradientCheckpointingLayer):
         return torch.lerp(hidden.to(dtype), found, r).to(hidden.dtype), found[:, -1]
 
 
-class SRUPlusPlusPreTrainedModel(SegmentPreTrainedModel):
+class SRUPlusPlusPreTrainedModel(segments.SegmentPreTrainedModel):
     """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = SRUPlusPlusConfig
@@ -166,7 +160,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> SegmentOutput:
+    ) -> segments.SegmentOutput:
         """Hidden states of a segment.
 
         For the arguments, see `rsa_hf.models.segments`. Padding may stand on either side or between tokens:
@@ -179,7 +173,7 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
             zeros = hidden.new_zeros(B, d, dtype=torch.promote_types(hidden.dtype, torch.float32))
             state = [zeros] * L + [hidden.new_zeros(B, 0, d)] * L
         M = state[-1].shape[1]
-        require_shapes("state", state, [(B, d)] * L + [(B, M, d)] * L)
+        segments.require_shapes("state", state, [(B, d)] * L + [(B, M, d)] * L)
         visible = visibility(T, M, None, attention_mask, hidden.device)
         real = None if attention_mask is None else attention_mask[:, -T:].bool()
         hidden = self.dropout(hidden)
@@ -189,12 +183,14 @@ class SRUPlusPlusModel(SRUPlusPlusPreTrainedModel):
             hidden, cell = layer(hidden, memory, visible, cell, real)
             cells.append(cell.detach())
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        return SegmentOutput(last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None)
+        return segments.SegmentOutput(
+            last_hidden_state=self.dropout(hidden), state=(*cells, *memories) if use_cache else None
+        )
 
 
-class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, SegmentForCausalLM):
+class SRUPlusPlusForCausalLM(SRUPlusPlusPreTrainedModel, segments.SegmentForCausalLM):
     """SRU++ with a softmax over the next token."""
 
 
-class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, SegmentForSequenceClassification):
+class SRUPlusPlusForSequenceClassification(SRUPlusPlusPreTrainedModel, segments.SegmentForSequenceClassification):
     """SRU++ with a linear classifier on the last token that is not padding."""

@@ -34,14 +34,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
+from rsa_hf.models import segments
 from rsa_hf.models.interface_attention import InterfaceAttention, sinusoids
-from rsa_hf.models.segments import (
-    SegmentForCausalLM,
-    SegmentForSequenceClassification,
-    SegmentOutput,
-    SegmentPreTrainedModel,
-    require_shapes,
-)
 from rsa_hf.models.temporal_latent_bottleneck.configuration_temporal_latent_bottleneck import (
     TemporalLatentBottleneckConfig,
 )
@@ -159,7 +153,7 @@ class FastLayer(GradientCheckpointingLayer):
         return hidden if self.cross is None else self.cross(hidden, states), keys_values
 
 
-class TemporalLatentBottleneckPreTrainedModel(SegmentPreTrainedModel):
+class TemporalLatentBottleneckPreTrainedModel(segments.SegmentPreTrainedModel):
     """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = TemporalLatentBottleneckConfig
@@ -202,7 +196,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **_: Any,
-    ) -> SegmentOutput:
+    ) -> segments.SegmentOutput:
         """Hidden states of a segment, which may begin and end within a chunk.
 
         For the arguments, see `rsa_hf.models.segments`; `inputs_embeds` are scaled already. Padding may stand on
@@ -218,7 +212,7 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         if state is None:
             zeros = (embedded.new_zeros(shape) for shape in shapes[:-1])
             state = [*zeros, torch.zeros(B, dtype=torch.long, device="cpu")]
-        require_shapes("state", state, shapes)
+        segments.require_shapes("state", state, shapes)
         states, outputs, keys_values, filled = *state[:-1], state[-1].cpu()
         # Tokens stand in slots, counted from the beginning of each row's unfinished chunk. Padding takes no slot but
         # goes to an extra place after all slots, so a row is cut into the same chunks alone and in a batch. With
@@ -264,18 +258,18 @@ class TemporalLatentBottleneckModel(TemporalLatentBottleneckPreTrainedModel):
         last_hidden = self.norm(last_hidden)
         use_cache = config.use_cache if use_cache is None else use_cache
         state = states.detach(), outputs.detach(), keys_values.detach(), (ends % K).to(device)
-        return SegmentOutput(
+        return segments.SegmentOutput(
             last_hidden_state=last_hidden,
             state=state if use_cache else None,
             hidden_states=(*hidden_states, last_hidden) if output_hidden_states else None,
         )
 
 
-class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, SegmentForCausalLM):
+class TemporalLatentBottleneckForCausalLM(TemporalLatentBottleneckPreTrainedModel, segments.SegmentForCausalLM):
     """A Temporal Latent Bottleneck that predicts the next token."""
 
 
 class TemporalLatentBottleneckForSequenceClassification(
-    TemporalLatentBottleneckPreTrainedModel, SegmentForSequenceClassification
+    TemporalLatentBottleneckPreTrainedModel, segments.SegmentForSequenceClassification
 ):
     """A Temporal Latent Bottleneck with a linear classifier on the last token that is not padding."""

@@ -25,14 +25,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from rsa_hf.models import segments
 from rsa_hf.models.interface_attention import InterfaceAttention, next_memory, sinusoids, visibility
-from rsa_hf.models.segments import (
-    SegmentForCausalLM,
-    SegmentForSequenceClassification,
-    SegmentOutput,
-    SegmentPreTrainedModel,
-    require_shapes,
-)
 from rsa_hf.models.transformer_xl.adaptive import AdaptiveEmbedding, AdaptiveLogSoftmax
 from rsa_hf.models.transformer_xl.configuration_transformer_xl import TransformerXLConfig
 
@@ -123,7 +117,7 @@ class TransformerXLLayer(GradientCheckpointingLayer):
         return cast(Tensor, self.pos_ff(self.dec_attn(hidden, *context)[0]))
 
 
-class TransformerXLPreTrainedModel(SegmentPreTrainedModel):
+class TransformerXLPreTrainedModel(segments.SegmentPreTrainedModel):
     """Base class: initialisation, and attributes that differ from those of other models with a state."""
 
     config_class = TransformerXLConfig
@@ -195,7 +189,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
-    ) -> SegmentOutput:
+    ) -> segments.SegmentOutput:
         """Hidden states of a segment.
 
         For the arguments, see `rsa_hf.models.segments`; `inputs_embeds` are scaled already. The state is the inputs
@@ -208,7 +202,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
             M = config.mem_len if config.zero_memory else 0
             mems = [embedded.new_zeros(B, M, d_model)] * config.n_layer
         M = mems[0].shape[1]
-        require_shapes("mems", mems, [(B, M, d_model)] * config.n_layer)
+        segments.require_shapes("mems", mems, [(B, M, d_model)] * config.n_layer)
         visible = visibility(T, M, config.mem_len if config.same_length else None, attention_mask, embedded.device)
         # One distance more than there are keys: see `relative_scores`.
         distances = torch.arange(M + T, -1, -1, device=embedded.device)
@@ -222,12 +216,12 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
             next_mems.append(next_memory(memory, hidden, config.mem_len))
             hidden = layer(hidden, memory, positions, visible, biases)
         use_cache = config.use_cache if use_cache is None else use_cache
-        return SegmentOutput(
+        return segments.SegmentOutput(
             last_hidden_state=self.drop(hidden), mems=tuple(next_mems) if use_cache and config.mem_len else None
         )
 
 
-class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM):
+class TransformerXLForCausalLM(TransformerXLPreTrainedModel, segments.SegmentForCausalLM):
     """Transformer-XL with an adaptive (or, without cutoffs, plain) softmax; its logits are log-probabilities.
 
     With labels, a model in training mode with cutoffs returns no logits: the adaptive softmax exists to avoid
@@ -275,5 +269,5 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, SegmentForCausalLM)
         return self.crit(hidden[:, kept]), loss
 
 
-class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel, SegmentForSequenceClassification):
+class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel, segments.SegmentForSequenceClassification):
     """Transformer-XL with a linear classifier on the last token that is not padding."""
