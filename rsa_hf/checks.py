@@ -27,9 +27,9 @@ from rsa_hf.utils.versions import CACHE
 
 LENGTH, DECODER_LENGTH, PADDING = 16, 13, 3  # tokens of the inputs, and of padding
 TOLERANCE = 2e-3  # share of RSA's effect
-NOTHING = 1e-4  # share of the outputs that rounding may change
+ROUNDING = 1e-4  # share of the outputs that rounding may change
 LEAST_EFFECT = 1e-3  # share of the outputs that half-open gates must change
-LATER = 4  # last tokens, which the causality check changes
+CHANGED_TOKENS = 4  # last tokens, which the causality check changes
 PIECES = ([3, 1, 1], [1, 1, 1])  # tokens per piece after the first; not every plain model takes several at once
 
 Streams = dict[str, Tensor]
@@ -43,7 +43,7 @@ class NotApplicable(Exception):  # noqa: N818
     """The plain model does not have the property that is checked; the message says why."""
 
 
-class Before:
+class PlainState:
     """A plain model's tensor names, config and outputs before it is patched; no outputs if it is patched already."""
 
     def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
@@ -60,10 +60,10 @@ class Subject:
     """
 
     def __init__(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], before: Before | None = None, loader: Any = None
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], before: PlainState | None = None, loader: Any = None
     ) -> None:
         self.model, self.inputs, self.loader = model, inputs, loader or type(model)
-        self.before = before or Before(model, inputs)
+        self.before = before or PlainState(model, inputs)
         self.plain = shared_copy(model)
         for module, _ in _rsa_layers(self.plain):
             del module._modules["rsa"]
@@ -156,9 +156,9 @@ def _same_bits(found: Streams, expected: Streams) -> bool:
 def backward_influence(subject: Subject, model: PreTrainedModel, text: str) -> float:
     """How much changing a text's last tokens changes its earlier outputs, relative to the change of their own."""
     ids = subject.inputs[text]
-    changed = torch.cat([ids[:, :-LATER], ids[:, -LATER:].flip(0, 1)], dim=1)
+    changed = torch.cat([ids[:, :-CHANGED_TOKENS], ids[:, -CHANGED_TOKENS:].flip(0, 1)], dim=1)
     change = subject.streams(model, **{text: changed})[text].double() - subject.streams(model)[text].double()
-    return float(change[:, :-LATER].norm() / change[:, -LATER:].norm())
+    return float(change[:, :-CHANGED_TOKENS].norm() / change[:, -CHANGED_TOKENS:].norm())
 
 
 def check_identity(subject: Subject) -> str:
@@ -249,21 +249,21 @@ def check_gradients(subject: Subject) -> str:
 
 def check_causality(subject: Subject) -> str:
     """Under causal attention, later tokens do not change earlier outputs."""
-    if subject.leak > NOTHING:
+    if subject.leak > ROUNDING:
         layers = _rsa_layers(subject.halves()[subject.text])
         if any(heads.spec.causal or getattr(module, "is_causal", None) is True for module, heads in layers):
             text = f"later tokens change earlier outputs by {subject.leak:.1e} without RSA too"
             raise Failed(f"{text}, though its attention says that it is causal")
         raise NotApplicable("not causal: tokens see later ones, and so do the RSA heads")
     found = backward_influence(subject, subject.opened, subject.text)
-    if not found <= NOTHING:
+    if not found <= ROUNDING:
         raise Failed(f"later tokens change earlier outputs by {found:.1e} through the RSA heads")
     return "later tokens do not change earlier outputs"
 
 
 def check_cache(subject: Subject) -> str:
     """A text that is read in pieces with a cache gives the outputs of the whole text."""
-    if not subject.accepts(CACHE) or subject.leak > NOTHING:
+    if not subject.accepts(CACHE) or subject.leak > ROUNDING:
         raise NotApplicable("no causal decoder, so there is no cache")
     if subject.text not in subject.reached():
         raise NotApplicable("the decoder has no RSA heads")
@@ -274,7 +274,7 @@ def check_cache(subject: Subject) -> str:
             problem = f"is off by {gap:.1e}"
         except Exception as error:
             gap, problem = math.inf, f"fails ({type(error).__name__}: {str(error).strip():.100})"
-        if gap <= NOTHING:
+        if gap <= ROUNDING:
             break
     else:
         raise NotApplicable(f"token by token, the plain model {problem}: not comparable")
@@ -301,11 +301,11 @@ def check_padding(subject: Subject) -> str:
     if not subject.accepts("attention_mask"):
         raise NotApplicable("the model takes no attention_mask")
     # A causal model never sees right padding. Left padding shifts the positions of a model that counts slots.
-    sees_later = "decoder_input_ids" in subject.inputs or subject.leak > NOTHING
+    sees_later = "decoder_input_ids" in subject.inputs or subject.leak > ROUNDING
     for side in ("left", "right") if sees_later else ("left",):
         plain, padded = _alone_and_padded(subject, subject.plain, side)
         gap = _relative(padded, plain)
-        if gap <= NOTHING:
+        if gap <= ROUNDING:
             break
     else:
         raise NotApplicable(f"padding changes the plain model by {gap:.1e} too: not comparable")
@@ -356,7 +356,7 @@ def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
     """
     model.eval()
     inputs = _random_inputs(model)
-    before = Before(model, inputs)
+    before = PlainState(model, inputs)
     if not is_patched(model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an encoder or decoder that gets no RSA heads

@@ -4,15 +4,16 @@ The config counts heads, or names them as `HeadConfig`s; counts stand for named 
 means for one layer.
 """
 
-import cmath
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from rsa_hf.ops.problem import HeadRow, Layout
-from rsa_hf.rem import FREE_LAGS, KINDS
+from rsa_hf.rem import FREE_LAGS, KINDS, lag_weights
 from rsa_hf.utils.text import brief, did_you_mean
 
 MAX_HEADS = 4096  # more than in any model: a damaged config could otherwise ask for all memory
@@ -287,8 +288,8 @@ class RSAConfig:
         places = {head.rate: i for i, head in enumerate(regular)} | {rate: i for i, rate in enumerate(cyclical)}
         rows = []
         for i, head in enumerate(heads):
-            gate = i if self.gate_per_head else 0
-            rows.append(HeadRow(head.head, KINDS.index(head.kind), head.dilation, gate, places[head.rate], lags=i))
+            indices = (i if self.gate_per_head else 0, places[head.rate], i)
+            rows.append(HeadRow(head.head, KINDS.index(head.kind), head.dilation, *indices))
         return LayerSpec(
             layout=Layout(tuple(rows), self.parameter_scale, self.num_free_lags),
             causal=None,
@@ -306,9 +307,8 @@ class RSAConfig:
 
 def _first_weights(head: HeadConfig, of_rate: HeadConfig, count: int) -> list[float]:
     """The paper's weights of a head's first steps; its rate starts at that of the head `of_rate`."""
-    z = cmath.rect(of_rate.decay, of_rate.theta if head.kind != "regular" else 0)
-    powers = [z**k for k in range(1, count + 1)]
-    return [power.imag if head.kind == "sin" else power.real for power in powers]
+    steps = torch.arange(1, count + 1, device="cpu")
+    return lag_weights(head.kind, of_rate.decay, of_rate.theta, 1, None, steps).tolist() if count else []
 
 
 def _between(value: float | tuple[float, float], fraction: float) -> float:

@@ -150,7 +150,7 @@ def head_tensors(
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
     θ is 0 for regular heads. A single value stands for all heads; H is the longest length. With a device, decay and
-    theta are moved there; a decay of numbers gets the widest dtype there, and theta has the dtype of decay.
+    theta are moved there. Numbers become a decay of the widest dtype there, and theta has the dtype of decay.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.

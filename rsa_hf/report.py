@@ -109,7 +109,7 @@ def _head_reports(heads: RSAHeads) -> list[HeadReport]:
     K, numbers = heads.spec.layout.num_free_lags, [] if heads.free_lags is None else _numbers(heads.free_lags)
     reports = []
     for row, now, before in zip(heads.spec.layout.rows, _effective(heads), start, strict=True):
-        lags = tuple(numbers[K * row.lags : K * (row.lags + 1)])
+        lags = tuple(numbers[K * row.lags_index : K * (row.lags_index + 1)])
         half_life = _half_life(abs(now[1]), row.dilation)
         reports.append(HeadReport(row.head, KINDS[row.kind], row.dilation, *now, half_life, *before, lags))
     return reports
@@ -120,9 +120,9 @@ def _effective(heads: RSAHeads) -> list[tuple[float, float, float | None]]:
     rates = {name: _numbers(value) for name, value in heads.rates().items()}
     found: list[tuple[float, float, float | None]] = []
     for row in heads.spec.layout.rows:
-        is_regular, gate = KINDS[row.kind] == "regular", rates["gate"][row.gate]
-        decay = rates["lam" if is_regular else "gamma"][row.rate]
-        found.append((gate, decay, None if is_regular else rates["theta"][row.rate]))
+        is_regular, gate = KINDS[row.kind] == "regular", rates["gate"][row.gate_index]
+        decay = rates["lam" if is_regular else "gamma"][row.rate_index]
+        found.append((gate, decay, None if is_regular else rates["theta"][row.rate_index]))
     return found
 
 

@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from rsa_hf.config import COUNTS, LayerSpec, RSAConfig
 from rsa_hf.utils.text import brief, shorten
 
-COUNTED, NAMED, FREE = 1, 2, 3  # format versions
+WITH_COUNTS, WITH_HEADS, WITH_FREE_LAGS = 1, 2, 3  # format versions
 MAX_NAMED_HEADS = 65_536  # more than in any model: a damaged plan could otherwise ask for all memory
 RSA_KEY = re.compile(r"(^|\.)rsa\.(mu|eta|nu|theta|free_lags)$")  # a tensor of a checkpoint that belongs to RSA heads
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -45,9 +45,9 @@ def name_in_files(module: str) -> str:
 
 def write_plan(plan: SavedPlan) -> dict[str, Any]:
     """The content of `config.rsa`."""
-    version = COUNTED if plan.config.heads is None else NAMED
+    version = WITH_COUNTS if plan.config.heads is None else WITH_HEADS
     return {
-        "format_version": FREE if plan.config.num_free_lags else version,
+        "format_version": WITH_FREE_LAGS if plan.config.num_free_lags else version,
         "modules": list(plan.modules),
         "plan": plan.config.to_dict(),
     }
@@ -63,10 +63,10 @@ def read_plan(content: Any) -> SavedPlan:
     if not isinstance(content, Mapping):
         raise TypeError(f"config.rsa is a mapping, got {type(content).__name__}: {content!r:.200}")
     version = content.get("format_version")
-    if version not in (COUNTED, NAMED, FREE):
+    if version not in (WITH_COUNTS, WITH_HEADS, WITH_FREE_LAGS):
         raise ValueError(
-            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {COUNTED} to {FREE}. A newer "
-            "checkpoint needs a newer rsa_hf."
+            f"config.rsa has format_version {brief(version)}; this rsa_hf reads {WITH_COUNTS} to {WITH_FREE_LAGS}. "
+            "A newer checkpoint needs a newer rsa_hf."
         )
     if set(content) != {"format_version", "modules", "plan"}:
         raise ValueError(f"config.rsa has the keys {brief(sorted(content))}; needed: format_version, modules, plan.")
@@ -81,12 +81,8 @@ def read_plan(content: Any) -> SavedPlan:
     if len(set(modules)) != len(modules):
         raise ValueError("config.rsa['modules'] names a module more than once.")
     plan = content["plan"]
-    is_counted = version == COUNTED and isinstance(plan, Mapping)
+    is_counted = version == WITH_COUNTS and isinstance(plan, Mapping)
     config = _read_counts(plan, len(modules)) if is_counted else RSAConfig.from_dict(plan)
-    if (version == FREE) is not bool(config.num_free_lags):
-        raise ValueError(f"config.rsa has format_version {version}, which does not fit num_free_lags: it is damaged.")
-    if version == NAMED and config.heads is None:
-        raise ValueError("config.rsa has format_version 2, but its plan does not name single heads: it is damaged.")
     return SavedPlan.of(modules, config, [None] * len(modules))
 
 

@@ -71,7 +71,7 @@ def equation_4(rsa, attention, value, *, heads=None, changes=None, visible=None,
         return given if changes is None or name not in changes else changes[name](given)
 
     eta, theta = stored("eta"), stored("theta")
-    places = [row.rate if KINDS[row.kind] == "regular" else len(eta) + row.rate for row in rows]
+    places = [row.rate_index if KINDS[row.kind] == "regular" else len(eta) + row.rate_index for row in rows]
     decay = torch.cat([torch.tanh(eta), torch.sigmoid(stored("nu"))])[places]
     angle = torch.cat([torch.zeros_like(eta), theta])[places]
     free_lags = stored("free_lags", 1.0).view(len(heads), -1)

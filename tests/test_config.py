@@ -15,7 +15,7 @@ from rsa_hf.saved_plan import read_plan, write_plan
 
 def columns(spec):
     """The kinds, the dilations and the places of the rates of a layer's heads."""
-    return tuple(zip(*((KINDS[row.kind], row.dilation, row.rate) for row in spec.layout.rows), strict=True))
+    return tuple(zip(*((KINDS[row.kind], row.dilation, row.rate_index) for row in spec.layout.rows), strict=True))
 
 
 def test_heads_have_the_order_and_the_dilations_of_the_counts():

@@ -84,7 +84,7 @@ class ProbedModel:
         The loss of a new head says little about the layers below it. The head is restored on exit. Returns the number
         of AdamW steps that were taken, 0 for a model that needs none.
         """
-        if not self._guesses(batches):
+        if not self._is_at_chance(batches):
             return 0
         base = set(self.model.base_model.parameters())
         head = [parameter for parameter in self.model.parameters() if parameter not in base]
@@ -98,7 +98,7 @@ class ProbedModel:
         return steps
 
     @torch.no_grad()
-    def _guesses(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_at_chance(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the model is a classifier whose loss is about that of a constant guess."""
         labels = [batch.get("labels") for batch in batches]
         is_classifier = all(isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point() for x in labels)
@@ -130,12 +130,12 @@ class ProbedModel:
             rows.append(find_batch_size(batch))
             labels = batch.get("labels")
             terms += int((labels != IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else rows[-1]
-            by_batch.append([_added(calls, rows[-1]) for calls in found])
+            by_batch.append([_summed_over_calls(calls, rows[-1]) for calls in found])
         for probe in self.probes:
             probe.found = None
         layers = list(zip(*by_batch, strict=True))
         return Gradients(
-            [_padded([count * c for count, (c, _) in zip(rows, layer, strict=True)]) for layer in layers],
+            [_concatenated([count * c for count, (c, _) in zip(rows, layer, strict=True)]) for layer in layers],
             [torch.cat([count * d for count, (_, d) in zip(rows, layer, strict=True)]) for layer in layers],
             terms / sum(rows),
         )
@@ -174,13 +174,13 @@ def take_rows(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     return {key: value[rows.to(value.device)] if has_rows(value) else value for key, value in batch.items()}
 
 
-def _added(found: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
+def _summed_over_calls(found: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
     """The sums over all calls of a layer in one batch."""
-    c, d = _padded([c for c, _ in found]), torch.cat([d for _, d in found])
+    c, d = _concatenated([c for c, _ in found]), torch.cat([d for _, d in found])
     return c.unflatten(0, (-1, rows)).sum(0), d.unflatten(0, (-1, rows)).sum(0)
 
 
-def _padded(of_lags: list[Tensor]) -> Tensor:
+def _concatenated(of_lags: list[Tensor]) -> Tensor:
     longest = max(x.shape[-1] for x in of_lags)
     return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in of_lags])
 

@@ -209,7 +209,7 @@ def mix_recurrence(
     `mask` says which keys are seen, as in `read_attention_mask`; `sliding_window`, or `flash`, the keywords of a call
     of flash attention, say what it does not. `positions`, [B or 1, T], are those of the queries in their texts, if the
     cache keeps all keys. Raises a ValueError if nothing says whether attention is causal, the layer has other heads
-    than when it was patched, the cache has lost keys, or padding stands between keys.
+    than when it was patched, the cache has lost keys, or there is padding between keys.
     """
     rsa = heads_of(module)
     if rsa is None:

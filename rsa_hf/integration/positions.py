@@ -15,9 +15,9 @@ _LARGEST_FIRST_POSITION = 2
 _FAR = 2**40  # beyond all positions
 
 _PADDED = (
-    "padding stands between the keys of a row, and positions do not count it, or are not known. RSA counts distances "
-    "in slots, so P V would depend on it: after cached keys give rows of one length, or pad the whole texts on the "
-    "left and run them without the cache, or unpatch_model(model)."
+    "there is padding between the tokens of a row. RSA counts distances in slots of the cache, so the padding would "
+    "change the result: give rows of one length after cached tokens, or pad whole texts on the left and run them "
+    "without a cache, or unpatch_model(model)."
 )
 
 
@@ -81,7 +81,7 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
 
 
 def require_no_gaps(mask: AttentionMask) -> None:
-    """Check that no padding stands between cached keys and queries whose positions are not known."""
+    """Check that there is no padding between cached keys and queries whose positions are not known."""
     shown = mask.key_mask if mask.visible is None else mask.visible
     if shown is None or is_recorded() or is_transformed():
         return
@@ -90,12 +90,12 @@ def require_no_gaps(mask: AttentionMask) -> None:
 
 
 def warn_of_gaps(mask: AttentionMask) -> None:
-    """Warn if padding stands between the tokens of a row of a layer that looks both ways."""
+    """Warn of padding between the tokens of a row of a layer that looks both ways."""
     keys = mask.key_mask
     if keys is None or is_recorded() or is_transformed() or not remembered(_has_several_runs, keys):
         return
     warnings.warn(
-        "padding stands between the tokens of a row. RSA counts distances in slots, so P V depends on its length: the "
+        "there is padding between the tokens of a row. RSA counts distances in slots, so the padding changes P V: the "
         "result of an image may depend on the other images of its batch. Give images of one size, or a batch each.",
         stacklevel=2,
     )

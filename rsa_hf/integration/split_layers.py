@@ -32,8 +32,8 @@ def run_heads(module: nn.Module, rsa: RSAHeads, attention: Tensor, value: Tensor
             by = f" by {shorten(sorted(cut))}" if cut else ""
             raise ValueError(
                 f"this {type(module).__name__} {before}, and now has {has.format(*shape)}: it was cut up{by}. RSA "
-                "heads are given by their index in the whole layer, so P V would go into other heads. Leave tensor "
-                "parallelism to transformers: from_pretrained(..., tp_plan='auto')."
+                "heads are given by their index in the whole layer, so the recurrence would be mixed into other "
+                "heads. Leave tensor parallelism to transformers: from_pretrained(..., tp_plan='auto')."
             )
         rsa.layer_shape = shape
     split = () if shard is None else (shard,)  # whole layers may have heads of a class without `shard`

@@ -21,9 +21,9 @@ class HeadRow(NamedTuple):
     head: int  # its index among the heads of the layer
     kind: int  # in KINDS
     dilation: int
-    gate: int  # place in `mu`
-    rate: int  # place in `eta`, or for a cyclical head in `nu` and `theta`
-    lags: int  # which group of K numbers in `free_lags`
+    gate_index: int  # place in `mu`
+    rate_index: int  # place in `eta`, or for a cyclical head in `nu` and `theta`
+    lags_index: int  # which group of K numbers in `free_lags`
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,17 @@ def rems_and_gate(learned: Learned, layout: Layout, num_key_value_groups: int) -
     if scale:
         lam, gamma = decay_rates(lam, gamma)
     regular = KINDS.index("regular")
-    places = constant(tuple(row.rate + (row.kind != regular) * len(lam) for row in rows), device)
+    places = constant(tuple(row.rate_index + (row.kind != regular) * len(lam) for row in rows), device)
     decay = torch.cat([lam, gamma]).index_select(0, places)
     theta = torch.cat([torch.zeros_like(lam), number(learned.theta)]).index_select(0, places)
     gate = free_lags = None
     if learned.mu is not None:
         gates = torch.sigmoid(number(learned.mu)) if scale else number(learned.mu)
-        gate = gates.index_select(0, constant(tuple(row.gate for row in rows), device))
+        gate = gates.index_select(0, constant(tuple(row.gate_index for row in rows), device))
         # Behind a shut gate too, P V must not overflow: 0 · inf would be NaN.
         decay = torch.where(gate.float() == 0, 0, decay) if scale else decay
     if learned.free_lags is not None:
         of_heads = learned.free_lags.view(-1, layout.num_free_lags)
-        free_lags = of_heads.index_select(0, constant(tuple(row.lags for row in rows), device))
+        free_lags = of_heads.index_select(0, constant(tuple(row.lags_index for row in rows), device))
     kinds, dilation = tuple(KINDS[row.kind] for row in rows), tuple(row.dilation for row in rows)
     return Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(row.head for row in rows), free_lags), gate

@@ -55,7 +55,7 @@ class DefectDataConfig(data_files.DataSource):
     )
     paired: bool = HfArg(
         default=False,
-        help="Rows two by two are a function with and without a defect, as in the paired files of PrimeVul.",
+        help="Consecutive rows are pairs: a function with and without its defect, as in the files of PrimeVul.",
     )
     split_by: SplitBy | None = HfArg(
         default=None,

@@ -37,7 +37,7 @@ from rsa_hf.tasks.defect_data import DefectDataConfig, load_defect_data, read_ex
 from rsa_hf.tasks.python_defects import Example
 from rsa_hf.training.arguments import ModelArguments, RSATrainingArguments, RunArguments, read_arguments
 from rsa_hf.training.checkpoints import RunFolder, digest
-from rsa_hf.training.model_setup import load_model, load_tokenizer, patch_for_run, require_head, require_inputs_fit
+from rsa_hf.training.model_setup import load_model, load_tokenizer, load_with_head, patch_for_run, require_inputs_fit
 from rsa_hf.training.rsa_trainer import RSATrainer
 from rsa_hf.training.run_training import finish_run, train_to_end
 from rsa_hf.utils.files import write_text
@@ -293,13 +293,13 @@ def _saved(
     """The settings, with the saved detector's way of cutting functions, the detector, and its tokenizer."""
     run = read_arguments(arguments, DefectDataConfig)
     tokenizer = load_tokenizer(name)
-    model = require_head(AutoModelForSequenceClassification, name)
+    model = load_with_head(AutoModelForSequenceClassification, name)
     if model.config.num_labels != 2:
         raise ValueError(f"{name} tells {model.config.num_labels} classes apart, defect detection has 2.")
     if (word := getattr(model.config, "id2label", {}).get(1)) not in ("LABEL_1", LABELS[1]):
         print(f"{name}: the score is the probability of its class 1, {word!r}.", file=sys.stderr)
     for key, value in getattr(model.config, SAVED, {}).items():
-        if key in CUTTING and key not in run.typed:
+        if key in CUTTING and key not in run.from_command_line:
             setattr(run.data, key, value)
     _fit_to_each_other(model, tokenizer, run.data)
     return run, model, tokenizer

@@ -121,7 +121,7 @@ def evaluate(name: str, split: str, arguments: Sequence[str]) -> dict[str, float
     """
     run = read_arguments(arguments, LanguageModelingDataConfig)
     tokenizer = load_language_modeling_tokenizer(run.model.tokenizer_name or name)
-    model = model_setup.require_head(AutoModelForCausalLM, name)
+    model = model_setup.load_with_head(AutoModelForCausalLM, name)
     text = prepare_language_modeling(run.data, tokenizer, only=split)
     _require_fit(model, tokenizer, run.data)
     blocks = {"validation": text.validation, "test": text.test}.get(split)

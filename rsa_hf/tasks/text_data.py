@@ -34,7 +34,7 @@ class LanguageModelingDataConfig(data_files.DataSource):
     )
     stride: int | None = HfArg(
         default=None,
-        help="Tokens from one evaluation block's start to the next; the rest is context. Default: all but one.",
+        help="Step between evaluation blocks, in tokens; the overlap is context. Default: block size − 1.",
     )
     max_train_bytes: int | None = HfArg(default=None, help="Bytes of training text to read, up to a line end.")
     max_eval_bytes: int | None = HfArg(default=None, help="As max_train_bytes, for validation and for test.")

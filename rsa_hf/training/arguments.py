@@ -140,7 +140,7 @@ class RunArguments(Generic[Data]):
     data: Data
     training: RSATrainingArguments
     given: frozenset[str] = frozenset()
-    typed: frozenset[str] = frozenset()
+    from_command_line: frozenset[str] = frozenset()
 
 
 def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArguments[Data]:
@@ -189,9 +189,9 @@ def read_arguments(arguments: Sequence[str], data_type: type[Data]) -> RunArgume
                 if isinstance(value, str):
                     setattr(part, each.name, expanded(value))
     keys = (word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--"))
-    typed = frozenset(key.replace("-", "_") for key in keys)
+    from_command_line = frozenset(key.replace("-", "_") for key in keys)
     model, rsa, data, training = parts
-    return RunArguments(model, rsa, data, training, typed.union(content), typed)
+    return RunArguments(model, rsa, data, training, from_command_line.union(content), from_command_line)
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]  # it has no types

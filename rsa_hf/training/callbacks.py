@@ -90,7 +90,7 @@ class StopOnSignal(TrainerCallback):
 
     An evaluation that is due comes after the checkpoint, which is then saved again, with its scores. A second signal
     ends the process at once. With several processes, the signal may reach them in different steps, or reach only one
-    of them. They agree on a step, and ignore further signals, because launchers repeat them.
+    of them. The processes agree on a step, and ignore further signals, because launchers repeat them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -103,11 +103,11 @@ class StopOnSignal(TrainerCallback):
         self.signal = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._on_signal)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         if self.signal is not None and self.trainer.accelerator.num_processes == 1:
-            self.give_back()
+            self.restore_handlers()
             signal.raise_signal(number)
         self.signal = number
         self.trainer.accelerator.set_trigger()
@@ -130,7 +130,7 @@ class StopOnSignal(TrainerCallback):
         if self.signal is not None and not float(state.epoch).is_integer():
             control.should_evaluate = control.should_save = False
 
-    def give_back(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the signal handlers from before the training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)

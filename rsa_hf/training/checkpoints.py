@@ -22,7 +22,7 @@ from rsa_hf.utils.text import finite_or_null
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of the settings of TrainingArguments that do not change what is learned.
+# How the names of those settings of TrainingArguments begin that do not change what is learned.
 VARYING = (
     "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
     "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_num", "dataloader_p", "debug",

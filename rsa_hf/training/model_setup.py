@@ -68,7 +68,7 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
     return model
 
 
-def require_head(auto_class: Any, name: str) -> PreTrainedModel:
+def load_with_head(auto_class: Any, name: str) -> PreTrainedModel:
     """Load a model to score it, and require that no part of it is new: otherwise a random head would be scored."""
     model, info = _load_without_report(auto_class, locate(name))
     if info["missing_keys"]:

@@ -73,7 +73,7 @@ class RSATrainer(Trainer):
         try:
             return super().train(*args, **keywords)
         finally:
-            self.stop.give_back()
+            self.stop.restore_handlers()
 
     def training_step(self, *args: Any, **keywords: Any) -> Tensor:
         """As `Trainer.training_step`."""

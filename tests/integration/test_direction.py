@@ -140,7 +140,7 @@ def test_padding_between_the_tokens_of_an_encoder_is_a_warning():
         warnings.simplefilter("error")
         model(ids, attention_mask=mask)
     mask[1, 7] = 1
-    with pytest.warns(UserWarning, match="padding stands between the tokens of a row"):
+    with pytest.warns(UserWarning, match="padding between the tokens of a row"):
         model(ids, attention_mask=mask)
 
 

@@ -94,7 +94,7 @@ def test_padding_between_keys_is_refused_where_positions_do_not_count_it(family,
     if case in ("left", "slots", "restarts"):
         assert model(**given, past_key_values=cache).logits.isfinite().all()
         return
-    with pytest.raises(ValueError, match="padding stands between the keys"):
+    with pytest.raises(ValueError, match="padding between the tokens of a row"):
         model(**given, past_key_values=cache)
 
 
@@ -105,7 +105,7 @@ def test_padding_between_keys_is_refused_where_attention_knows_no_positions(fami
     for hidden, count in ((slice(1), 4), (slice(1), 1), (slice(LENGTH, LENGTH + 2), 4), (slice(5, 7), 1)):
         mask[:], mask[1, hidden], cache, begun = 1, 0, DynamicCache(), LENGTH + 4 - count
         model(tokens(2, begun), past_key_values=cache, attention_mask=mask[:, :begun])
-        with nullcontext() if hidden.start is None else pytest.raises(ValueError, match="padding stands between"):
+        with nullcontext() if hidden.start is None else pytest.raises(ValueError, match="padding between the tokens"):
             model(tokens(2, count), past_key_values=cache, attention_mask=mask)
 
 

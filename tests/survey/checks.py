@@ -13,7 +13,16 @@ from torch import Tensor
 
 from families import move_rates
 from rsa_hf import RSAConfig, RSAHeads, checks, patch_model, unpatch_model
-from rsa_hf.checks import NOTHING, PADDING, TOLERANCE, Before, NotApplicable, Subject, backward_influence, distance
+from rsa_hf.checks import (
+    PADDING,
+    ROUNDING,
+    TOLERANCE,
+    NotApplicable,
+    PlainState,
+    Subject,
+    backward_influence,
+    distance,
+)
 from survey.reference import plain_attention, reference_attention, without_attention
 from survey.tiny_models import TASKS, Case
 
@@ -23,7 +32,7 @@ LEAST_EFFECT = 1e-2  # share of the outputs that an open gate changes at least
 class Patched(Subject):
     """A tiny model with RSA heads and its outputs, state-dict keys and config from before patching."""
 
-    def __init__(self, case: Case, inputs: dict[str, Tensor], before: Before) -> None:
+    def __init__(self, case: Case, inputs: dict[str, Tensor], before: PlainState) -> None:
         auto = TASKS[case.task][1]
         # A part of a composite model may have no Auto class of its own.
         super().__init__(case.model, inputs, before, auto if type(case.model.config) in auto._model_mapping else None)
@@ -42,7 +51,7 @@ def patched(case: Case) -> Iterator[Patched]:
     if model.config.is_encoder_decoder:
         inputs.setdefault("decoder_input_ids", inputs["input_ids"])
     with torch.no_grad(), reference_attention() as seen:
-        before = Before(model, inputs)
+        before = PlainState(model, inputs)
     heads = min(seen.values(), default=4)  # as many kinds of REMs as fit
     dilated = {"num_dilated_regular": 1, "dilation": 2} if heads >= 2 else {}
     patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=int(heads >= 4), gate_init=0.0, **dilated))
@@ -82,9 +91,9 @@ def check_direction(model: Patched) -> None:
         with without_attention():
             elsewhere = backward_influence(model, model.model, name)
         found = backward_influence(model, alone, name)
-        if plain <= NOTHING:
-            assert found <= NOTHING, f"{name}: a later token changes earlier outputs by {found:.1e} of its own change"
-        elif elsewhere > NOTHING:
+        if plain <= ROUNDING:
+            assert found <= ROUNDING, f"{name}: a later token changes earlier outputs by {found:.1e} of its own change"
+        elif elsewhere > ROUNDING:
             outside.append(name)
         else:
             assert found >= LEAST_EFFECT, (

@@ -70,12 +70,12 @@ at::Tensor empty_rows(const at::Tensor& like, at::ScalarType dtype) {
 }
 
 // A `Problem`, and the tensors whose memory it reads.
-struct Read {
+struct ProblemOfTensors {
   Problem problem{};
   std::vector<at::Tensor> kept;
   at::ScalarType dtype;
 
-  Read(const Tensors& tensors, const Others& arguments) : dtype(working_dtype(tensors[VALUE])) {
+  ProblemOfTensors(const Tensors& tensors, const Others& arguments) : dtype(working_dtype(tensors[VALUE])) {
     const auto others = arguments.toListRef();
     const auto& value = tensors[VALUE];
     Problem& p = problem;
@@ -159,7 +159,7 @@ void copy_other_heads(const Problem& p, const at::Tensor& from, const at::Tensor
 }
 
 at::Tensor forward(const Tensors& tensors, const Others& others) {
-  Read read(tensors, others);
+  ProblemOfTensors read(tensors, others);
   Problem& p = read.problem;
   const auto& attention = tensors[ATTENTION];
   const auto sizes = attention.defined() ? attention.sizes().vec()
@@ -174,7 +174,7 @@ at::Tensor forward(const Tensors& tensors, const Others& others) {
 }
 
 Tensors backward(const at::Tensor& grad, const Tensors& tensors, const Others& others) {
-  Read read(tensors, others);
+  ProblemOfTensors read(tensors, others);
   Problem& p = read.problem;
   const auto &value = tensors[VALUE], &attention = tensors[ATTENTION];
   Tensors found;

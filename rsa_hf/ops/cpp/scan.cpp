@@ -274,7 +274,7 @@ struct Sums {
 };
 
 template <typename Number>
-struct OtherSweep {
+struct ParameterSweep {
   static constexpr bool HAS_DERIVATIVE = true;
   const Channels<Number> c;
   Sums& sums;
@@ -469,8 +469,8 @@ void backward_heads(const Problem& p, Index b, Index begin, Index end, std::vect
   walk<ValueSweep, Number>(p, b, begin, end, true);
   if (!p.is_causal) walk<ValueSweep, Number>(p, b, begin, end, false);
   std::vector<Sums> sums(end - begin);
-  walk<OtherSweep, Number>(p, b, begin, end, false, sums);
-  if (!p.is_causal) walk<OtherSweep, Number>(p, b, begin, end, true, sums);
+  walk<ParameterSweep, Number>(p, b, begin, end, false, sums);
+  if (!p.is_causal) walk<ParameterSweep, Number>(p, b, begin, end, true, sums);
   std::copy(sums.begin(), sums.end(), of_rows.begin() + b * p.heads + begin);
 }
 
