@@ -146,11 +146,13 @@ def head_tensors(
     theta: float | Sequence[float] | Tensor,
     dilation: int | Sequence[int],
     device: torch.device | None = None,
+    num_heads: int = 0,
 ) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
-    θ is 0 for regular heads. A single value stands for all heads; H is the longest length. With a device, decay and
-    theta are moved there. Numbers become a decay of the widest dtype there, and theta has the dtype of decay.
+    θ is 0 for regular heads. A single value stands for all heads; H is `num_heads`, or the longest length. With a
+    device, decay and theta are moved there. Numbers become a decay of the widest dtype there, and theta has the dtype
+    of decay.
 
     Raises:
         ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
@@ -163,9 +165,9 @@ def head_tensors(
     rates = rates if rates.is_floating_point() else rates.to(torch.get_default_dtype())
     angles = torch.as_tensor(theta, dtype=rates.dtype, device=rates.device).reshape(-1)
     given = {"kinds": len(kinds), "decay": len(rates), "theta": len(angles), "dilation": len(dilation)}
-    H = max(given.values())
+    H = num_heads or max(given.values())
     if any(n not in (1, H) for n in given.values()):
-        raise ValueError(f"kinds, decay, theta, dilation: one entry each, or one per head, is needed; got {given}.")
+        raise ValueError(f"kinds, decay, theta, dilation: one entry each, or one for each of {H} heads; got {given}.")
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(f"kinds={kind!r}: choose from {', '.join(KINDS)}.")

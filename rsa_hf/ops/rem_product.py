@@ -33,7 +33,8 @@ def rem_product(
 
     Args:
         value: V, [B, Hv, S, D], any floating dtype. Head h reads value head h // num_key_value_groups.
-        kinds: the kind of each of the H heads (`"regular"`, `"cos"`, `"sin"`), or one for all.
+        kinds: the kind of each of the H = Hv · num_key_value_groups heads (`"regular"`, `"cos"`, `"sin"`), or one for
+            all.
         decay: λ (regular) or γ (cyclical) of each head, shape (H,), or one for all.
         theta: θ of each cyclical head in radians, shape (H,), or one for all.
         dilation: d of each head, or one for all.
@@ -58,14 +59,13 @@ def rem_product(
     """
     if value.dim() != 4:
         raise ValueError(f"value has shape {tuple(value.shape)}: [B, H, S, D] is needed.")
-    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation, value.device)
-    B, _, S, _ = value.shape
-    H = len(kinds)
+    if num_key_value_groups < 1:
+        raise ValueError(f"num_key_value_groups={num_key_value_groups}: a whole number ≥ 1 is needed.")
+    B, Hv, S, _ = value.shape
+    H = Hv * num_key_value_groups
+    kinds, decay, theta, dilation = head_tensors(kinds, decay, theta, dilation, value.device, H)
     T = S if query_length is None else query_length
     offset = S - T if query_offset is None else query_offset
-    if num_key_value_groups < 1 or value.shape[1] * num_key_value_groups < H:
-        least, given = -(-H // value.shape[1]), f"num_key_value_groups={num_key_value_groups}"
-        raise ValueError(f"{given}: {H} heads and {value.shape[1]} value heads need {least} or more.")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: a whole number ≥ 1 is needed, since a query sees itself.")
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():

@@ -124,8 +124,8 @@ def test_a_wrong_rem_is_caught(broken):
     [
         ({"kinds": "tangent"}, "tangent.*regular, cos, sin"),
         ({"dilation": 0}, "dilation=0"),
-        ({"decay": [0.1, 0.2]}, "one per head"),
-        ({"kinds": ["cos"] * 9}, "9 heads and 6 value heads"),
+        ({"decay": [0.1, 0.2]}, "one for each of 6 heads"),
+        ({"kinds": ["cos"] * 5}, "one for each of 6 heads; got .*5"),
         ({"query_length": 8}, "query_offset from 0 to 7"),
         ({"query_length": 3, "query_offset": 5}, "query_offset from 0 to 7"),
         ({"sliding_window": 0}, "sliding_window=0.*≥ 1"),
@@ -138,6 +138,12 @@ def test_a_bad_argument_is_an_error(arguments, message):
     value = keywords.pop("value", torch.randn(1, 6, 7, 2))
     with pytest.raises(ValueError, match=message):
         rem_product(value, **keywords)
+
+
+def test_one_description_is_for_all_heads():
+    value = torch.randn(1, 2, 5, 4)
+    found, whole = (rem_product(value, kinds, 0.5, num_key_value_groups=2) for kinds in ("regular", ["regular"] * 4))
+    assert found.shape == (1, 4, 5, 4) and torch.equal(found, whole)
 
 
 def test_no_queries_have_no_output():

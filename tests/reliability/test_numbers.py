@@ -35,7 +35,7 @@ def problems(draw, dtypes=DTYPES, sizes=SIZES):
     S = T + draw(st.sampled_from((0, 0, 1, 19)))
     B, D, groups = draw(st.sampled_from((0, 1, 2))), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     dtype, size = draw(st.sampled_from(dtypes)), draw(st.sampled_from(sizes))
-    kinds = tuple(draw(st.lists(st.sampled_from(("regular", "cos", "sin")), min_size=1, max_size=3)))
+    kinds = tuple(draw(st.lists(st.sampled_from(("regular", "cos", "sin")), min_size=1, max_size=3))) * groups
     signs = [draw(st.sampled_from((-1, 1))) if kind == "regular" else 1 for kind in kinds]
     decay = torch.tensor([sign * draw(st.sampled_from(RATES)) for sign in signs])
     decay = decay.double() if dtype == torch.float64 else decay  # so that its gradient has the range of the values
@@ -44,7 +44,7 @@ def problems(draw, dtypes=DTYPES, sizes=SIZES):
     causal = draw(st.booleans())
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
 
-    value = torch.rand(B, -(-len(kinds) // groups), S, D, dtype=torch.float64, generator=generator) * 2 - 1
+    value = torch.rand(B, len(kinds) // groups, S, D, dtype=torch.float64, generator=generator) * 2 - 1
     limits = torch.finfo(dtype)
     if size == "subnormal":
         value = value * limits.tiny / 2
@@ -92,7 +92,7 @@ def looped(positional, keywords, visible, weights, magnitudes=False):
         value, decay, weights, kinds = value.abs(), decay.abs(), weights.abs(), ("regular",) * len(kinds)
     theta = torch.tensor([first_turn(angle) for angle in theta.tolist()], dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in (value, decay, theta)]
-    keys = leaves[0].repeat_interleave(keywords["num_key_value_groups"], 1)[:, : len(kinds)]
+    keys = leaves[0].repeat_interleave(keywords["num_key_value_groups"], 1)
     where = {"query_length": keywords["query_length"], "causal": keywords["causal"], "visible": visible}
     output = double_loop(keys, kinds, *leaves[1:], dilation, **where)
     output = output + 0 * sum(leaf.sum() for leaf in leaves)  # so that each has a gradient
