@@ -54,8 +54,8 @@ class Calibration:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The loss without the heads and with them, for a model card."""
-        return {"loss, plain": self.loss, "loss": self.loss - self.gain}
+        """The loss without heads, and of held-out rows with heads that were chosen on the others, for a model card."""
+        return {"loss, plain": self.loss, "loss, held out": self.loss - self.gain}
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and numbers, for JSON."""
@@ -93,8 +93,11 @@ class Calibration:
         if self.head_steps:
             checked += f", after the classifier's head was trained for {self.head_steps} steps"
         if not self.heads:
-            few = f": {self.num_rows} rows are too few to tell; with {self.rows_needed} it could be"
-            return f"no heads: {checked}. This gain is not enough to be shown{few if self.rows_needed else ''}"
+            if self.gain > 0:
+                few = f": {self.num_rows} rows are too few to tell; with {self.rows_needed} it could be"
+                return f"no heads: {checked}. This gain is not enough to be shown{few if self.rows_needed else ''}"
+            few = f", but {self.num_rows} rows are few: {self.rows_needed} would tell more" if self.rows_needed else ""
+            return f"no heads: {checked}. That is no gain{few}"
         rows = [("layer", "head", "REM", "d", "decay", "theta", "free lags", "gate", "derivative", "standard errors")]
         for head in self.heads:
             config = head.config

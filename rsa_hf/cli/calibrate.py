@@ -92,6 +92,6 @@ def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} is not in UTF-8 ({error}). Convert it.") from error
     if not 2 <= length <= len(ids):
-        raise ValueError(f"--length={length}: from 2 to the tokens of {text}, {len(ids)}.")
+        raise ValueError(f"--length={length}: from 2 to {len(ids)}, the tokens of {text}, is needed.")
     require_inputs_fit(model, tokenizer, length, "--length")
     return TrainingBlocks(ids, length)

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> None:
         if folder.had_finished():
             return
         model = _plain_model(run.model, tokenizer, run.data)
+    if args.should_save:
+        print(f"data: {run.data.origin}")
     calibration = model_setup.patch_for_run(model, text.train, default_collate, run)
     args.remove_unused_columns = False
     trainer = LanguageModelTrainer(

@@ -73,27 +73,30 @@ class ModelArguments:
 
 @dataclass
 class RSAArguments:
-    """The RSA heads of a run: `config`, or how `calibrate` chooses them on the training data, or neither."""
+    """The RSA heads of a run: `config`, or `RSAConfig.from_scratch`, or what `calibrate` chooses, or none."""
 
     rsa: dict[str, Any] | str | None = HfArg(
         default_factory=dict,
-        help="Fields of RSAConfig, as a mapping; none: the plain model; calibrate, or {calibrate: {max_rows: "
-        "64}}: choose the heads on the training data.",
+        help="Fields of RSAConfig, as a mapping; from_scratch: those for random weights; none: the plain model; "
+        "calibrate, or {calibrate: {max_rows: 64}}: choose the heads on the training data.",
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.rsa, str):
-            known: dict[str, Any] = {"none": None, "null": None, "calibrate": {"calibrate": {}}}
-            self.rsa = known[self.rsa] if self.rsa in known else as_mapping("rsa", self.rsa)
         self.config: RSAConfig | None = None
         self.calibrate: CalibrationSettings | None = None
+        self.is_from_scratch = self.rsa == "from_scratch"
+        if isinstance(self.rsa, str) and not self.is_from_scratch:
+            known: dict[str, Any] = {"none": None, "null": None, "calibrate": {"calibrate": {}}}
+            self.rsa = known[self.rsa] if self.rsa in known else as_mapping("rsa", self.rsa)
+        if not isinstance(self.rsa, dict):
+            return
         try:
-            if self.rsa is not None and "calibrate" in self.rsa:
-                if len(self.rsa) > 1:
-                    raise ValueError("calibrate chooses the heads itself, so nothing else can be given beside it.")
-                self.calibrate = CalibrationSettings(**(self.rsa["calibrate"] or {}))
-            elif self.rsa is not None:
+            if "calibrate" not in self.rsa:
                 self.config = RSAConfig.from_dict(self.rsa)
+            elif len(self.rsa) > 1:
+                raise ValueError("calibrate chooses the heads itself, so nothing else can be given beside it.")
+            else:
+                self.calibrate = CalibrationSettings(**(self.rsa["calibrate"] or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"rsa: {error}") from error
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         "language model of bytes."
     )
     folder = locate(name)
+    if Path(folder, "run.json").exists() and not Path(folder, "config.json").exists():
+        advice = "It is the folder of a run that has not ended: continue it, or name a checkpoint-… in it."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except ValueError as error:
@@ -177,8 +180,11 @@ def patch_for_run(
     if is_patched(model) and "rsa" not in run.given:
         return {}
     if settings is None:
-        if run.rsa.config is not None:
-            patch_model(model, run.rsa.config)
+        config = run.rsa.config
+        if run.rsa.is_from_scratch:
+            config = RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads)
+        if config is not None:
+            patch_model(model, config)
         elif is_patched(model):
             raise ValueError("rsa: none, but the checkpoint has RSA heads. Leave rsa out to train them.")
         return {}

@@ -19,7 +19,7 @@ from rsa_hf.training.optimizer import optimizer_cls_and_kwargs
 
 
 class RSATrainer(Trainer):
-    """`transformers.Trainer`, with what patched models need and it lacks.
+    """`transformers.Trainer`, with what it lacks for patched models.
 
     * RSA parameters have their own learning rate, `args.rsa_learning_rate`, and no weight decay (`param_groups`).
     * Gates and rates are logged (`RSACallback`), and the model card that `push_to_hub` uploads shows them.
@@ -28,7 +28,7 @@ class RSATrainer(Trainer):
     * A model with a `segment_state` carries it along the tracks of a data set, across checkpoints. Such a data set has
       `num_tracks`, and its example i continues example i − `num_tracks`.
 
-    Arguments are those of `Trainer`, by name.
+    Arguments are those of `Trainer`.
 
     Raises:
         ValueError: parallel tracks for a model without a state; in training, more or fewer rows in a step than tracks.
@@ -38,14 +38,14 @@ class RSATrainer(Trainer):
     args: RSATrainingArguments
     train_dataset: Any
 
-    def __init__(self, *, args: RSATrainingArguments, **keywords: Any) -> None:
-        keywords.setdefault(
-            "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs(args, getattr(args, "rsa_learning_rate", None))
-        )
-        model = keywords.get("model")
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **keywords: Any) -> None:
+        args = RSATrainingArguments(output_dir="trainer_output") if args is None else args
+        if "optimizers" not in keywords:
+            rate = getattr(args, "rsa_learning_rate", None)
+            keywords.setdefault("optimizer_cls_and_kwargs", optimizer_cls_and_kwargs(args, rate))
         if getattr(model, "segment_state", None) is not None:
             args.use_cache = True  # otherwise the Trainer switches off the state that a model returns
-        super().__init__(args=args, **keywords)
+        super().__init__(model, args, *others, **keywords)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ProgressBar)
         self.stop = StopOnSignal(self)
