@@ -72,7 +72,7 @@ def load_model(args):
     if tokenizer.pad_token is None:  # many decoders
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.model_max_length = args.max_length  # pipelines cut functions to this
+    tokenizer.model_max_length = args.max_length  # pipelines with truncation=True cut to this
     model.config.defect_detection = {"max_seq_length": args.max_length}  # and so do rsa-hf predict and evaluate
     if args.rsa != "none":  # RSA: before the optimiser is made
         patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))

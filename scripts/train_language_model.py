@@ -4,9 +4,8 @@ It follows transformers' run_clm_no_trainer.py; comments that begin with `RSA:` 
 
     accelerate launch scripts/train_language_model.py --model_name_or_path gpt2 --output_dir outputs/gpt2 \
         --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1
-    accelerate launch scripts/train_language_model.py --model_type gpt2 --config_overrides n_layer=4,n_embd=256 \
-        --tokenizer_name gpt2 --train_file train.txt --validation_file valid.txt --output_dir outputs/small \
-        --rsa '{"num_cyclical_pairs": 4, "gate_init": 1.0, "nu_init": 0.0, "theta_init": [0, 3.14]}'
+    accelerate launch scripts/train_language_model.py --model_type gpt2 --config_overrides n_head=4,n_embd=256 \
+        --tokenizer_name gpt2 --train_file a.txt --validation_file b.txt --rsa from_scratch --output_dir outputs/small
 """
 
 import argparse
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
-from rsa_hf import param_groups, patch_model, rsa_report
+from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
 from rsa_hf.training import load_tokenizer, shard_rsa_heads
 
 
@@ -35,7 +34,7 @@ def parse_args():
     add("--model_type", help="or, with --tokenizer_name, a model type such as llama, for random weights")
     add("--config_overrides", help="changes to the model's config: n_embd=128,resid_pdrop=0.2")
     add("--tokenizer_name", help="default: the model's own")
-    add("--rsa", default="default", help="RSAConfig as JSON; 'default': RSAConfig(); 'none': the model as it is")
+    add("--rsa", default="default", help="RSAConfig as JSON; default: RSAConfig(); from_scratch: its method; or none")
     add("--rsa_learning_rate", type=float, help="of gates and rates; default: parameter_scale x learning_rate")
     add("--dataset_name", help="a data set on the Hub with splits train and validation")
     add("--dataset_config_name", help="which of its configurations")
@@ -76,7 +75,8 @@ def load_model(args):
             config.update_from_string(args.config_overrides)
         model = AutoModelForCausalLM.from_config(config)
     if args.rsa != "none":  # RSA: before the optimiser is made
-        patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
+        known = {"default": RSAConfig(), "from_scratch": RSAConfig.from_scratch(model.config.num_attention_heads)}
+        patch_model(model, known[args.rsa] if args.rsa in known else json.loads(args.rsa))
     return model, tokenizer
 
 

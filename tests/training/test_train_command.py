@@ -26,7 +26,7 @@ LM = {
     "config_overrides": {**SIZES, "eos_token_id": None},
     "tokenizer_name": "bytes",
     "block_size": 16,
-    "rsa": {"num_cyclical_pairs": 2, "gate_init": 0.0},
+    "rsa": "from_scratch",
     "max_steps": 8,
     "per_device_train_batch_size": 4,
     "eval_strategy": "steps",
@@ -83,6 +83,8 @@ def written(folder, settings):
 def test_a_run_that_ended_before_its_results_takes_no_further_step(tmp_path, text, run):
     words = ["train", "lm", written(tmp_path, {**LM, "train_file": str(text)}), "--output_dir"]
     assert run(*words, tmp_path / "out")[0] == 0
+    plan = json.loads((tmp_path / "out" / "config.json").read_text())["rsa"]["plan"]
+    assert (plan["num_cyclical_pairs"], plan["num_free_lags"], plan["parameter_scale"]) == (2, 2, 1.0)
     expected = saved_weights(tmp_path / "out")
     edit_json(tmp_path / "out" / "run.json", lambda record: record.pop("result"))
     (tmp_path / "out" / "model.safetensors").unlink()
@@ -191,15 +193,18 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
         (["train", "lm", "CONFIG", "--rsa=none", "--model_name_or_path=PATCHED"], "the checkpoint has RSA heads"),
         (["train", "defect", "--dataloader_drop_last", "true"], "would leave functions out of the scores"),
         (["evaluate", "lm", "./absent", "CONFIG"], "absent"),
+        (["evaluate", "lm", "UNFINISHED", "CONFIG", "--tokenizer_name=UNFINISHED"], "a run that has not ended"),
     ],
 )
 def test_mistakes_end_in_one_line(tmp_path, text, run, words, said, monkeypatch):
     settings = {**LM, "train_file": str(text), "output_dir": str(tmp_path / "out")}
+    (tmp_path / "UNFINISHED").mkdir()
+    (tmp_path / "UNFINISHED" / "run.json").touch()
     if any("PATCHED" in word for word in words):
         del settings["model_type"], settings["config_overrides"]
         model = AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=256))
         patch_model(model).save_pretrained(tmp_path / "PATCHED")
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     config = written(tmp_path, settings)
     code, _, err = run(*(config if word == "CONFIG" else word for word in words))
     assert code == 2 and said in err
