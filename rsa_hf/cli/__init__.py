@@ -47,7 +47,7 @@ def _about(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
     ] = False,
 ) -> None:
-    """Self-attention with recurrence (RSA) for any pretrained Hugging Face Transformer."""
+    """Self-attention with recurrence (RSA) for pretrained Hugging Face Transformers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
