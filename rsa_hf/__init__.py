@@ -1,4 +1,4 @@
-"""rsa_hf: self-attention with recurrence (RSA, ICLR 2023) for any pretrained Hugging Face Transformer.
+"""rsa_hf: self-attention with recurrence (RSA, ICLR 2023) for pretrained Hugging Face Transformers.
 
 Importing the package installs its hooks into transformers and PEFT (`rsa_hf.integration.hook_table` lists them), so
 that patched checkpoints load through `AutoModel` and `pipeline`. Models without RSA heads are not affected.

@@ -8,7 +8,7 @@ import torch
 from experiment_runs import Lookup, finished
 from experiments import recall
 from experiments.runner.experiment import find_experiment
-from experiments.variants import CONVOLUTION, DEFAULT, make_variant
+from experiments.variants import CONVOLUTION, DEFAULT
 
 
 def test_repeated_keys_ask_for_the_values_of_their_pairs():
@@ -50,9 +50,3 @@ def test_recall_needs_every_seed_and_few_steps(steps, verdict, words):
     rows = experiment.summarise([*runs(DEFAULT, steps), *runs(CONVOLUTION, [500.0, 600.0, 550.0])])
     conclusion = experiment.conclude(rows)
     assert conclusion.verdict == verdict and words in conclusion.sentence
-
-
-def test_every_variant_is_a_model():
-    for arm in recall.ARMS:
-        model = make_variant(arm, recall.build(2, 1, 16), 16)
-        assert model(input_ids=torch.zeros(1, 16, dtype=torch.long)).logits.shape == (1, 16, recall.SYMBOLS)

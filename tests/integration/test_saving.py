@@ -7,18 +7,9 @@ import textwrap
 
 import pytest
 import torch
+import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    BartForCausalLM,
-    BertLMHeadModel,
-    EncoderDecoderModel,
-    GPT2Config,
-    PreTrainedModel,
-    T5EncoderModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from families import CONFIGS, FULL_PLAN, build, build_language_model, inputs, move_rates, tiny_config
 from file_edits import edit_json, edit_tensors
@@ -39,7 +30,9 @@ def saved(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "half"), [("t5", T5EncoderModel), ("bart", BartForCausalLM)])
+@pytest.mark.parametrize(
+    ("family", "half"), [("t5", transformers.T5EncoderModel), ("bart", transformers.BartForCausalLM)]
+)
 def test_a_half_of_an_encoder_decoder_loads_alone(family, half, tmp_path):
     model = trained(build_language_model(family))
     embedded = torch.randn(2, 9, model.config.d_model)  # transformers leaves BART's embeddings out
@@ -191,7 +184,9 @@ def test_changed_layers_are_saved_only_with_a_new_plan(change, tmp_path):
 @pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: torch.nn.ModuleList(layers[::-1])])
 def test_changed_layers_of_a_part_are_not_saved(change, tmp_path):
     heads = [{"layer": i, "head": i, "kind": "regular", "decay": 0.5, "gate": 0.5} for i in range(2)]
-    model = EncoderDecoderModel(encoder=trained(build("bert"), {"heads": heads}), decoder=BertLMHeadModel(DECODER))
+    model = transformers.EncoderDecoderModel(
+        encoder=trained(build("bert"), {"heads": heads}), decoder=transformers.BertLMHeadModel(DECODER)
+    )
     model.save_pretrained(tmp_path / "before")
     model.encoder.encoder.layer = change(model.encoder.encoder.layer)
     model.config.encoder.num_hidden_layers = len(model.encoder.encoder.layer)
@@ -227,7 +222,7 @@ def test_a_shut_gate_is_saved_as_valid_json(tmp_path):
 class WithInnerModel(PreTrainedModel):
     """A user's model with another model some levels down, and without a `base_model_prefix`."""
 
-    config_class = GPT2Config
+    config_class = transformers.GPT2Config
     _supports_sdpa = True
 
     def __init__(self, config):

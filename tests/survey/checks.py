@@ -13,26 +13,16 @@ from torch import Tensor
 
 from families import move_rates
 from rsa_hf import RSAConfig, RSAHeads, checks, patch_model, unpatch_model
-from rsa_hf.checks import (
-    PADDING,
-    ROUNDING,
-    TOLERANCE,
-    NotApplicable,
-    PlainState,
-    Subject,
-    backward_influence,
-    distance,
-)
 from survey.reference import plain_attention, reference_attention, without_attention
 from survey.tiny_models import TASKS, Case
 
 LEAST_EFFECT = 1e-2  # share of the outputs that an open gate changes at least
 
 
-class Patched(Subject):
+class Patched(checks.Subject):
     """A tiny model with RSA heads and its outputs, state-dict keys and config from before patching."""
 
-    def __init__(self, case: Case, inputs: dict[str, Tensor], before: PlainState) -> None:
+    def __init__(self, case: Case, inputs: dict[str, Tensor], before: checks.PlainState) -> None:
         auto = TASKS[case.task][1]
         # A part of a composite model may have no Auto class of its own.
         super().__init__(case.model, inputs, before, auto if type(case.model.config) in auto._model_mapping else None)
@@ -51,7 +41,7 @@ def patched(case: Case) -> Iterator[Patched]:
     if model.config.is_encoder_decoder:
         inputs.setdefault("decoder_input_ids", inputs["input_ids"])
     with torch.no_grad(), reference_attention() as seen:
-        before = PlainState(model, inputs)
+        before = checks.PlainState(model, inputs)
     heads = min(seen.values(), default=4)  # as many kinds of REMs as fit
     dilated = {"num_dilated_regular": 1, "dilation": 2} if heads >= 2 else {}
     patch_model(model, RSAConfig(num_regular=1, num_cyclical_pairs=int(heads >= 4), gate_init=0.0, **dilated))
@@ -76,37 +66,39 @@ def check_values(model: Patched) -> None:
             assert not left, f"self-attention without RSA heads: {', '.join(left)}"
         found = _results(model, inputs)
         for stream in [each for each in expected if each == "logits" or each in model.reached()]:
-            effect = distance(expected[stream], plain[stream])
+            effect = checks.distance(expected[stream], plain[stream])
             share = effect / float(plain[stream].norm())
             assert share >= LEAST_EFFECT, f"{stream} of {name}: an open gate changes {share:.1e} of the outputs"
-            gap = distance(found[stream], expected[stream]) / effect
-            assert gap <= TOLERANCE, f"{stream} of {name}: off by {gap:.1e} of RSA's effect"
+            gap = checks.distance(found[stream], expected[stream]) / effect
+            assert gap <= checks.TOLERANCE, f"{stream} of {name}: off by {gap:.1e} of RSA's effect"
 
 
 def check_direction(model: Patched) -> None:
     """With P alone, later tokens reach earlier outputs exactly if they do in the plain model."""
     alone, outside = checks.with_gates(model.model, math.inf), []
     for name in model.reached():
-        plain = backward_influence(model, model.plain, name)
+        plain = checks.backward_influence(model, model.plain, name)
         with without_attention():
-            elsewhere = backward_influence(model, model.model, name)
-        found = backward_influence(model, alone, name)
-        if plain <= ROUNDING:
-            assert found <= ROUNDING, f"{name}: a later token changes earlier outputs by {found:.1e} of its own change"
-        elif elsewhere > ROUNDING:
+            elsewhere = checks.backward_influence(model, model.model, name)
+        found = checks.backward_influence(model, alone, name)
+        if plain <= checks.ROUNDING:
+            assert found <= checks.ROUNDING, (
+                f"{name}: a later token changes earlier outputs by {found:.1e} of its own change"
+            )
+        elif elsewhere > checks.ROUNDING:
             outside.append(name)
         else:
             assert found >= LEAST_EFFECT, (
                 f"{name}: a later token changes earlier outputs by {found:.1e} of its own change only"
             )
     if outside == model.reached():
-        raise NotApplicable("later tokens reach earlier ones outside attention as well")
+        raise checks.NotApplicable("later tokens reach earlier ones outside attention as well")
 
 
 def check_padding(model: Patched) -> None:
     """Padding does not change the outputs of a text."""
     if not padding_matters(model):
-        raise NotApplicable("no recurrence can reach padding: there are no RSA heads there, or no values")
+        raise checks.NotApplicable("no recurrence can reach padding: there are no RSA heads there, or no values")
     checks.CHECKS["padding"](model)
 
 
@@ -115,9 +107,9 @@ def padding_matters(model: Patched) -> bool:
     inputs = padded_inputs(model)
     with reference_attention():
         expected = _results(model, inputs)["input_ids"]
-    with reference_attention(seen_padding=(PADDING, inputs["input_ids"].shape[1])):
+    with reference_attention(seen_padding=(checks.PADDING, inputs["input_ids"].shape[1])):
         through = _results(model, inputs)["input_ids"]
-    return distance(through, expected) > LEAST_EFFECT * TOLERANCE * float(expected.norm())
+    return checks.distance(through, expected) > LEAST_EFFECT * checks.TOLERANCE * float(expected.norm())
 
 
 @torch.enable_grad()
@@ -137,15 +129,15 @@ def check_gradients(model: Patched) -> None:
     reached = {name.rsplit(".", 2)[0] for name, gradient in expected.items() if gradient is not None}
     names = [name for name in parameters if ".rsa." in name and name.rsplit(".", 2)[0] in reached]
     if not names:
-        raise NotApplicable("the plain model's attention gets no gradients either")
+        raise checks.NotApplicable("the plain model's attention gets no gradients either")
     largest = max(float(expected[name].norm()) for name in names)
     for name in names:
         gradient, wanted = found[name], expected[name]
         assert gradient is not None, f"{name} gets no gradient"
         usable = bool((gradient.isfinite() & (gradient != 0)).all())
         assert usable, f"{name} has the gradient {gradient.tolist()}"
-        gap = distance(gradient, wanted) / max(float(wanted.norm()), LEAST_EFFECT * largest)
-        assert gap <= TOLERANCE, f"the gradient of {name} is off by {gap:.1e} of it"
+        gap = checks.distance(gradient, wanted) / max(float(wanted.norm()), LEAST_EFFECT * largest)
+        assert gap <= checks.TOLERANCE, f"the gradient of {name} is off by {gap:.1e} of it"
 
 
 CHECKS: dict[str, tuple[Callable[[Patched], object], tuple[str, ...]]] = {

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from rsa_hf import patch_model
+from rsa_hf.checks import NotApplicable
 from survey.broken import BROKEN
-from survey.checks import CHECKS, NotApplicable, Patched, padding_matters, patched
+from survey.checks import CHECKS, Patched, padding_matters, patched
 from survey.tiny_models import Case, build, tasks_of
 
 

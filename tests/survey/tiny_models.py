@@ -10,16 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.models.auto import modeling_auto
 
 from families import widen
@@ -31,13 +23,13 @@ TEXT_LENGTH = 11
 DECODER_LENGTH = 7  # differs from the encoder's, else cross-attention looks like self-attention
 
 TASKS = {
-    "causal-lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
-    "masked-lm": (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
+    "causal-lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
+    "masked-lm": (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, transformers.AutoModelForMaskedLM),
     "sequence-classification": (
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        AutoModelForSequenceClassification,
+        transformers.AutoModelForSequenceClassification,
     ),
-    "seq2seq": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
+    "seq2seq": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForSeq2SeqLM),
 }
 
 # The first pattern that matches the whole name of a setting gives its tiny value. Only larger whole numbers change.
@@ -144,7 +136,7 @@ class Case:
 
     model_type: str
     task: str
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     inputs: dict[str, Tensor]
 
 
@@ -158,24 +150,24 @@ def tasks_of(model_type: str) -> list[str]:
     return [task for task, (names, _) in TASKS.items() if model_type in names]
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str) -> transformers.PreTrainedConfig:
     """The type's default config, made small."""
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = transformers.CONFIG_MAPPING[model_type]
     if model_type in WRITTEN_OUT:
         return config_class(**WRITTEN_OUT[model_type])
     return _tiny(config_class())
 
 
-def _tiny(config: PreTrainedConfig) -> PreTrainedConfig:
+def _tiny(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
     return type(config)(**{**_shrunk(config), **SPECIAL.get(config.model_type, {})})
 
 
-def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+def _shrunk(config: transformers.PreTrainedConfig) -> dict[str, Any]:
     """The settings of a config that must change for it to be tiny."""
     small: dict[str, Any] = {}
     chosen_by_user = {field.name for field in fields(config)}  # other attributes follow from these
     for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, transformers.PreTrainedConfig):
             small[name] = _tiny(value)
         elif name in SPECIAL_TOKENS:
             small[name] = SPECIAL_TOKENS[name]
@@ -224,7 +216,7 @@ def build(model_type: str, task: str) -> Case:
     return Case(model_type, task, model, _inputs(model))
 
 
-def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+def _inputs(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
     accepted = inspect.signature(model.forward).parameters
     inputs = {"input_ids": torch.randint(FIRST_TOKEN, LAST_TOKEN, (2, TEXT_LENGTH))}
     if "ForSequenceClassification" in type(model).__name__:
