@@ -25,7 +25,10 @@ from rsa_hf.cli.train import train
 
 __all__ = ["main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+settings = {"help_option_names": ["--help", "-h"]}
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=settings
+)
 for command in (patch, calibrate, inspect, doctor):
     app.command()(command)
 app.command(**PASS_THROUGH)(run)

@@ -64,6 +64,7 @@ def load_checkpoint(name: str) -> "PreTrainedModel":
 # Keyword arguments of `app.command` for a command that passes `--key value` on to `read_arguments`.
 WITH_SETTINGS: Any = {
     "add_help_option": False,
+    "options_metavar": "[--key value …]",
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
 
@@ -82,4 +83,4 @@ def help_with_keys(task: str) -> Any:
             print(context.get_help())
             task_module(task).main(["--help"])
 
-    return typer.Option("--help", "--list-keys", is_eager=True, callback=show, help="Show this and all keys.")
+    return typer.Option("--help", "-h", "--list-keys", is_eager=True, callback=show, help="Show this and all keys.")
