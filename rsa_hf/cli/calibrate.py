@@ -25,12 +25,12 @@ def calibrate(
         str | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
     ] = None,
     task: Annotated[Literal["lm", "defect"], typer.Option(help="The task of the run.")] = "lm",
-    rows: Annotated[int, typer.Option(help="Number of rows that are read, at most.")] = 64,
+    rows: Annotated[int, typer.Option(help="Maximum number of rows to read.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
     gate_passes: Annotated[
         int, typer.Option(help="Passes that move the gates. More take longer, and open gates wider where that helps.")
     ] = 2,
-    seed: Annotated[int, typer.Option(help="Of the rows that are drawn, and of the choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, of the rows and of the choice.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into OUT even if it holds files.")] = False,
 ) -> None:
     """Put RSA heads where they help a pretrained model on a text or on the data of a run, and save it if they do.

@@ -65,7 +65,7 @@ class ModelArguments:
         default=None, help="Source of the tokenizer, or bytes or text8. Default: the model's."
     )
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager or another of transformers'.")
-    ignore_mismatched_sizes: bool = HfArg(default=False, help="Replace a head that has another number of classes.")
+    ignore_mismatched_sizes: bool = HfArg(default=False, help="Use a new head if the checkpoint's has other classes.")
 
     def __post_init__(self) -> None:
         self.config_overrides = as_mapping("config_overrides", self.config_overrides)
