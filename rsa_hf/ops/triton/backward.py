@@ -27,11 +27,11 @@ def _add_slope_of_readout(sums, v, state, power, slope, reached):
     """Add ⟨v, z^k h⟩ and its derivative, channel by channel, to two complex sums, [BLOCK] each."""
     product, change = sums
     h, q = state
-    p, s = states._sums(v, power, reached), states._sums(v, slope, reached)
-    # Written out, because `tables._plus` of two products takes more registers.
+    p, s = states.sums(v, power, reached), states.sums(v, slope, reached)
+    # Written out, because `tables.plus` of two products takes more registers.
     real = s[0] * h[0] - s[1] * h[1] + p[0] * q[0] - p[1] * q[1]
     imaginary = s[0] * h[1] + s[1] * h[0] + p[0] * q[1] + p[1] * q[0]
-    return tables._plus(product, tables._times(p, h)), tables._plus(change, (real, imaginary))
+    return tables.plus(product, tables.times(p, h)), tables.plus(change, (real, imaginary))
 
 
 @triton.jit
@@ -55,111 +55,111 @@ def backward_kernel(
     K: tl.constexpr = SHAPE.lags
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots, farthest = sizes
     heads = shared[3]
-    owned = states._program(shared, rows, num_columns, length, offset, queries, farthest, SHAPE)
+    owned = states.program_of(shared, rows, num_columns, length, offset, queries, farthest, SHAPE)
     head, index, row, block, column, axis, part = owned
     split, _per_split, first, last = part
     channels, table = axis.channels, axis.table
-    dout = states._of_head(grad, row, index)
-    v_rows = states._of_head(value, row, index // num_key_value_groups)
-    dv_rows = states._of_head(dvalue, row, index)
-    high, low = tables._halves(tables._weights(table, SHAPE), dout[0].dtype.element_ty, SHAPE)
+    dout = states.rows_of_head(grad, row, index)
+    v_rows = states.rows_of_head(value, row, index // num_key_value_groups)
+    dv_rows = states.rows_of_head(dvalue, row, index)
+    high, low = tables.in_halves(tables.weights_of_chunk(table, SHAPE), dout[0].dtype.element_ty, SHAPE)
     weight = 1.0
     if SHAPE.mixed:
-        softmax = states._of_head(attention, row, index)
-        dsoftmax = states._of_head(dattention, row, index)
-        gate, _slope = tables._gates(learned, heads, head, SHAPE)
+        softmax = states.rows_of_head(attention, row, index)
+        dsoftmax = states.rows_of_head(dattention, row, index)
+        gate, _slope = tables.gates(learned, heads, head, SHAPE)
         weight = gate.to(tl.float32)
 
     if not SHAPE.causal:
-        entering = forward._entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 4)
-        states._walk_from_right(splits, dout, axis, part, entering, SHAPE, True)
-    state = states._states_of_split(splits, axis, part, SHAPE, True, FROM_RIGHT=False)
+        entering = forward.entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 4)
+        states.walk_from_right(splits, dout, axis, part, entering, SHAPE, True)
+    state = states.states_of_split(splits, axis, part, SHAPE, True, FROM_RIGHT=False)
     zero = tl.zeros([BLOCK], tl.float32)
     sums, attended = ((zero, zero), (zero, zero)), zero
     inner = tl.zeros([CHUNK, CHUNK], tl.float32)
     across = tl.zeros([CHUNK], tl.float32)
     i = tl.arange(0, CHUNK)
-    writing = states._writing(axis, CHUNK - 1 - i, SHAPE, True)
+    writing = states.powers_to_write(axis, CHUNK - 1 - i, SHAPE, True)
     from_left, from_right = (
-        tables._entry(axis.table, tables.READ, i, SHAPE),
-        tables._entry(axis.table, tables.READ, CHUNK - 1 - i, SHAPE),
+        tables.entry_at(axis.table, tables.READ, i, SHAPE),
+        tables.entry_at(axis.table, tables.READ, CHUNK - 1 - i, SHAPE),
     )
-    left, left_slope = tables._entry(table, tables.Z, i, SHAPE), tables._entry(table, tables.DZ, i, SHAPE)
+    left, left_slope = tables.entry_at(table, tables.Z, i, SHAPE), tables.entry_at(table, tables.DZ, i, SHAPE)
     right, right_slope = (
-        tables._entry(table, tables.Z, CHUNK - 1 - i, SHAPE),
-        tables._entry(table, tables.DZ, CHUNK - 1 - i, SHAPE),
+        tables.entry_at(table, tables.Z, CHUNK - 1 - i, SHAPE),
+        tables.entry_at(table, tables.DZ, CHUNK - 1 - i, SHAPE),
     )
     lost_left, lost_right = inner, inner
     if SHAPE.windowed:
-        gone_left = forward._weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, False)
+        gone_left = forward.weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, False)
         gone_right = (
-            gone_left if SHAPE.causal else forward._weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, True)
+            gone_left if SHAPE.causal else forward.weights_of_leaving(axis, dout[0].dtype.element_ty, SHAPE, True)
         )
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = first + number
-        position, inside = states._positions(chunk, axis, SHAPE, True)
+        position, inside = states.positions(chunk, axis, SHAPE, True)
         query = position - offset
         asked = inside & (query >= 0) & (query < queries)
-        seen = states._seen(axis, position, inside, SHAPE)
-        x = states._load_rows(dout, query, asked, channels, SHAPE)
-        v = states._load_rows(v_rows, position, seen, channels, SHAPE)
+        seen = states.seen(axis, position, inside, SHAPE)
+        x = states.load_rows(dout, query, asked, channels, SHAPE)
+        v = states.load_rows(v_rows, position, seen, channels, SHAPE)
         wide = v.to(tl.float32)
         if SHAPE.mixed:
-            unmixed = states._load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
+            unmixed = states.load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
             attended += tl.sum(x.to(tl.float32) * unmixed, axis=0)
-            states._store_rows(dsoftmax, query, asked, channels, (1.0 - weight) * x.to(tl.float32), SHAPE)
+            states.store_rows(dsoftmax, query, asked, channels, (1.0 - weight) * x.to(tl.float32), SHAPE)
 
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
             own = tl.load(axis.documents + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
-            acc = tables._multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
+            acc = tables.multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
             of_chunk = _inner_products(v, x, tl.zeros([CHUNK, CHUNK], tl.float32))
             inner += tl.where(same, of_chunk, 0.0)
         else:
-            acc = tables._multiply(high, low, x, acc, SHAPE)
+            acc = tables.multiply(high, low, x, acc, SHAPE)
             inner = _inner_products(v, x, inner)
         leaving = None
-        reached, taken, keep = states._borders(chunk, axis, SHAPE, True, False)
+        reached, taken, keep = states.borders(chunk, axis, SHAPE, True, False)
         if SHAPE.windowed:  # not further down, where ptxas would spill six times as much for float32
-            leaving = states._leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=False)
+            leaving = states.load_leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=False)
             lost_left = _add_lost(lost_left, v, leaving, reached, SHAPE)
         if not SHAPE.causal:
-            reached_right, _taken, _keep = states._borders(chunk, axis, SHAPE, True, True)
-            pointers, has_place = states._place_of_state(entering, chunk, axis, SHAPE, True)
-            other = states._load_states(pointers, has_place, SHAPE, True)
-            acc = forward._add_readout(acc, other, from_right, reached_right)
+            reached_right, _taken, _keep = states.borders(chunk, axis, SHAPE, True, True)
+            pointers, has_place = states.place_of_state(entering, chunk, axis, SHAPE, True)
+            other = states.load_states(pointers, has_place, SHAPE, True)
+            acc = forward.add_readout(acc, other, from_right, reached_right)
             sums = _add_slope_of_readout(sums, wide, other, right, right_slope, reached_right)
             if SHAPE.windowed:
-                others = states._leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=True)
-                acc = forward._add_leaving(acc, others, gone_right, reached_right, SHAPE)
+                others = states.load_leaving(dout, chunk, axis, SHAPE, True, FROM_RIGHT=True)
+                acc = forward.add_leaving(acc, others, gone_right, reached_right, SHAPE)
                 lost_right = _add_lost(lost_right, v, others, reached_right, SHAPE)
         if SHAPE.lags > 0:
-            acc = forward._add_across(acc, dout, chunk, axis, SHAPE, True)
+            acc = forward.add_across(acc, dout, chunk, axis, SHAPE, True)
             across += _products_across(wide, dout, chunk, axis, SHAPE)
-        acc = forward._add_readout(acc, state, from_left, reached)
+        acc = forward.add_readout(acc, state, from_left, reached)
         sums = _add_slope_of_readout(sums, wide, state, left, left_slope, reached)
         if SHAPE.windowed:
-            acc = forward._add_leaving(acc, leaving, gone_left, reached, SHAPE)
-        state = states._advance(state, x.to(tl.float32), leaving, writing, taken, keep, True)
+            acc = forward.add_leaving(acc, leaving, gone_left, reached, SHAPE)
+        state = states.advance(state, x.to(tl.float32), leaving, writing, taken, keep, True)
         # Hidden keys get the gradient 0, which has to be written.
-        states._store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
+        states.store_rows(dv_rows, position, inside, channels, tl.where(seen[:, None], weight * acc, 0.0), SHAPE)
 
     part_of_column = (row * SHAPE.blocks + block) * SHAPE.splits + split
     into = partial + (column.to(tl.int64) * (rows * SHAPE.blocks * SHAPE.splits) + part_of_column) * (5 + SHAPE.lags)
     tl.store(into, tl.sum(attended))
-    product = tables._plus(states._total(sums[0]), _weighted(inner, table, tables.Z, SHAPE))
-    change = tables._plus(states._total(sums[1]), _weighted(inner, table, tables.DZ, SHAPE))
+    product = tables.plus(states.total(sums[0]), _weighted(inner, table, tables.Z, SHAPE))
+    change = tables.plus(states.total(sums[1]), _weighted(inner, table, tables.DZ, SHAPE))
     if SHAPE.windowed:
-        lost = tl.where(forward._has_left(axis, SHAPE, False), -lost_left, 0.0)
+        lost = tl.where(forward.has_left(axis, SHAPE, False), -lost_left, 0.0)
         if not SHAPE.causal:
-            lost -= tl.where(forward._has_left(axis, SHAPE, True), lost_right, 0.0)
-        power, slope = tables._at_window(table, tables.Z, SHAPE), tables._at_window(table, tables.DZ, SHAPE)
+            lost -= tl.where(forward.has_left(axis, SHAPE, True), lost_right, 0.0)
+        power, slope = tables.at_window(table, tables.Z, SHAPE), tables.at_window(table, tables.DZ, SHAPE)
         gone = _weighted(lost, table, tables.Z, SHAPE)
-        product = tables._plus(product, tables._times(power, gone))
-        change = tables._plus(
-            tables._plus(change, tables._times(slope, gone)),
-            tables._times(power, _weighted(lost, table, tables.DZ, SHAPE)),
+        product = tables.plus(product, tables.times(power, gone))
+        change = tables.plus(
+            tables.plus(change, tables.times(slope, gone)),
+            tables.times(power, _weighted(lost, table, tables.DZ, SHAPE)),
         )
     tl.store(into + 1, product[0])
     tl.store(into + 2, product[1])
@@ -178,7 +178,7 @@ def backward_kernel(
 @triton.jit
 def _weighted(inner, table, row: tl.constexpr, SHAPE: tl.constexpr):
     """The sum over a matrix, [C, C], multiplied elementwise by a complex Toeplitz matrix."""
-    real, imaginary = tables._toeplitz(table, row, SHAPE), tables._toeplitz(table, row + 1, SHAPE)
+    real, imaginary = tables.toeplitz(table, row, SHAPE), tables.toeplitz(table, row + 1, SHAPE)
     return tl.sum(tl.sum(real * inner, axis=0)), tl.sum(tl.sum(imaginary * inner, axis=0))
 
 
@@ -193,10 +193,10 @@ def _products_across(v, x, chunk, axis, SHAPE: tl.constexpr):
     for m in tl.static_range(0, K):
         for side in tl.static_range(0, SIDES):
             step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
-            row = states._load_row(x, step, axis, SHAPE, True)
+            row = states.load_row(x, step, axis, SHAPE, True)
             of_steps = tl.sum(v * row[None, :], axis=1)
             if SHAPE.packed:
-                same = states._document(chunk * SHAPE.chunk + i, axis, True) == states._document(step, axis, True)
+                same = states.document_at(chunk * SHAPE.chunk + i, axis, True) == states.document_at(step, axis, True)
                 of_steps = tl.where(same, of_steps, 0.0)
             between = i if side == 0 else SHAPE.chunk - 1 - i
             for k in tl.static_range(m, K):
@@ -237,31 +237,31 @@ def learned_kernel(
         _sums_of_parts(partial + 4, begin, end, longest, HEADS, BLOCK, SHAPE),
     )
 
-    rho, slope, angle, turn = tables._rates(learned, heads, head, SHAPE)
+    rho, slope, angle, turn = tables.rates(learned, heads, head, SHAPE)
     direction = tl.cos(angle), tl.sin(angle)
     z = rho * direction[0], rho * direction[1]
-    c, dc = tables._amplitudes(heads, head, z), tables._amplitudes(heads, head, direction)  # dc is ∂c/∂decay
+    c, dc = tables.amplitudes(heads, head, z), tables.amplitudes(heads, head, direction)  # dc is ∂c/∂decay
     gate, gate_slope = turn * 0.0 + 1.0, turn * 0.0
     if SHAPE.mixed:
-        gate, gate_slope = tables._gates(learned, heads, head, SHAPE)
+        gate, gate_slope = tables.gates(learned, heads, head, SHAPE)
     # The derivative of c Σ z^{k−1} r_k with respect to decay; ∂z/∂θ = i · decay · ∂z/∂decay.
-    by_decay, by_imaginary_decay = tables._plus(tables._times(c, change), tables._times(dc, product))
-    by_gate = tables._times(c, product)[0] - attended
+    by_decay, by_imaginary_decay = tables.plus(tables.times(c, change), tables.times(dc, product))
+    by_gate = tables.times(c, product)[0] - attended
     # A free lag replaces f(k) = Re(c z^{k−1}), whose derivative with respect to decay is k Re(∂c/∂decay z^{k−1}).
     of_lag = turn * 0.0
     for k in tl.static_range(0, K):
         sums = _sums_of_parts(partial + 5 + k, begin, end, longest, HEADS, BLOCK, SHAPE)
-        place = SHAPE.lags * tables._of_row(heads, head, tables.LAGS) + k
+        place = SHAPE.lags * tables.of_row(heads, head, tables.LAGS) + k
         by_gate += (tl.load(learned[4] + place).to(tl.float64) - c[0]) * sums
         by_decay -= (k + 1) * dc[0] * sums
         by_imaginary_decay -= (k + 1) * dc[1] * sums
-        c, dc = tables._times(z, c), tables._times(z, dc)
+        c, dc = tables.times(z, c), tables.times(z, dc)
         of_lag += tl.where(is_head & (place == program - num_mu - num_eta - num_nu), sums, 0.0)
 
-    is_regular = tables._of_row(heads, head, tables.KIND) == 0
-    rate = tl.where(is_head, tables._of_row(heads, head, tables.RATE), -1)
+    is_regular = tables.of_row(heads, head, tables.KIND) == 0
+    rate = tl.where(is_head, tables.of_row(heads, head, tables.RATE), -1)
     if program < num_mu:
-        reads = is_head & (tables._of_row(heads, head, tables.GATE) == program)
+        reads = is_head & (tables.of_row(heads, head, tables.GATE) == program)
         tl.store(dmu + program, tl.sum(tl.where(reads, gate_slope * by_gate, 0.0)))
     elif program < num_mu + num_eta:
         number = program - num_mu

@@ -7,15 +7,15 @@ from rsa_hf.ops.triton import states, tables
 
 
 @triton.jit
-def _add_readout(acc, state, reading, reached):
+def add_readout(acc, state, reading, reached):
     """Add Re(c z^k h), row by row, where the state reaches."""
     h, _q = state
-    real, imaginary = states._column((reading[0] * reached, reading[1] * reached))
+    real, imaginary = states.as_column((reading[0] * reached, reading[1] * reached))
     return acc + real * h[0][None, :] - imaginary * h[1][None, :]
 
 
 @triton.jit
-def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Add what free lags add for the steps beyond the edges of a chunk."""
     K: tl.constexpr = SHAPE.lags
     SIDES: tl.constexpr = 1 if SHAPE.causal else 2
@@ -23,18 +23,18 @@ def _add_across(acc, x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr
     for m in tl.static_range(0, K):
         for side in tl.static_range(0, SIDES):
             step = chunk * SHAPE.chunk - 1 - m if side == 0 else (chunk + 1) * SHAPE.chunk + m
-            row = states._load_row(x, step, axis, SHAPE, BACKWARD)
-            added = tables._added_across(axis.table, m, SHAPE, side == 1)
+            row = states.load_row(x, step, axis, SHAPE, BACKWARD)
+            added = tables.added_across(axis.table, m, SHAPE, side == 1)
             if SHAPE.packed:
-                same = states._document(i, axis, BACKWARD) == states._document(step, axis, BACKWARD)
+                same = states.document_at(i, axis, BACKWARD) == states.document_at(step, axis, BACKWARD)
                 added = tl.where(same, added, 0.0)
             acc += added[:, None] * row[None, :]
     return acc
 
 
 @triton.jit
-def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """Where row i of a chunk reads row j of `states._leaving` in the state, but must not see it: [C, C]."""
+def has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """Where row i of a chunk reads row j of `states.load_leaving` in the state, but must not see it: [C, C]."""
     i = tl.arange(0, SHAPE.chunk)[:, None]
     lags = i - tl.arange(0, SHAPE.chunk)[None, :]
     if FROM_RIGHT:
@@ -43,36 +43,34 @@ def _has_left(axis, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
 
 
 @triton.jit
-def _weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
-    """The weights, in two halves, by which rows of `states._leaving` take back what the state has of them."""
-    real, imaginary = tables._at_window(axis.table, tables.READ, SHAPE)
-    weights = imaginary * tables._toeplitz(axis.table, tables.Z + 1, SHAPE) - real * tables._toeplitz(
+def weights_of_leaving(axis, DTYPE: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+    """The weights, in two halves, by which rows of `states.load_leaving` take back what the state has of them."""
+    real, imaginary = tables.at_window(axis.table, tables.READ, SHAPE)
+    weights = imaginary * tables.toeplitz(axis.table, tables.Z + 1, SHAPE) - real * tables.toeplitz(
         axis.table, tables.Z, SHAPE
     )
-    return tables._halves(tl.where(_has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
+    return tables.in_halves(tl.where(has_left(axis, SHAPE, FROM_RIGHT), weights, 0.0), DTYPE, SHAPE)
 
 
 @triton.jit
-def _add_leaving(acc, leaving, weights, reached, SHAPE: tl.constexpr):
-    """Take back what `_add_readout` has added for rows that have left the window."""
+def add_leaving(acc, leaving, weights, reached, SHAPE: tl.constexpr):
+    """Take back what `add_readout` has added for rows that have left the window."""
     high, low = weights
     if SHAPE.packed:
-        acc += reached[:, None] * tables._multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
+        acc += reached[:, None] * tables.multiply(high, low, leaving, tl.zeros(acc.shape, tl.float32), SHAPE)
     else:
-        acc = tables._multiply(high, low, leaving, acc, SHAPE)
+        acc = tables.multiply(high, low, leaving, acc, SHAPE)
     return acc
 
 
 @triton.jit
-def _lerp(a, b, weight):
+def lerp(a, b, weight):
     """The mixture a + weight (b − a): exactly a where the weight is 0, exactly b where it is 1."""
     return tl.where(weight < 0.5, a + weight * (b - a), b - (1.0 - weight) * (b - a))
 
 
 @triton.jit
-def _entering_of(
-    entering, row, block, head, num_heads, slots, length, axis, SHAPE: tl.constexpr, STATES: tl.constexpr
-):
+def entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE: tl.constexpr, STATES: tl.constexpr):
     """Where a program keeps the states that enter its chunks from the right."""
     slot = ((row * SHAPE.blocks + block) * num_heads + head) * slots
     slot += axis.residue * (tl.cdiv(tl.cdiv(length, axis.d), SHAPE.chunk) - 1)
@@ -100,67 +98,67 @@ def forward_kernel(value, attention, learned, output, shared, splits, entering, 
     CHUNK: tl.constexpr = SHAPE.chunk
     rows, num_columns, num_heads, length, offset, queries, num_key_value_groups, slots, farthest = sizes
     heads = shared[3]
-    owned = states._program(shared, rows, num_columns, length, 0, length, farthest, SHAPE)
+    owned = states.program_of(shared, rows, num_columns, length, 0, length, farthest, SHAPE)
     head, index, row, block, _column, axis, part = owned
     split, per_split, first, last = part
     channels = axis.channels
-    v = states._of_head(value, row, index // num_key_value_groups)
-    out = states._of_head(output, row, index)
-    high, low = tables._halves(tables._weights(axis.table, SHAPE), v[0].dtype.element_ty, SHAPE)
+    v = states.rows_of_head(value, row, index // num_key_value_groups)
+    out = states.rows_of_head(output, row, index)
+    high, low = tables.in_halves(tables.weights_of_chunk(axis.table, SHAPE), v[0].dtype.element_ty, SHAPE)
     if SHAPE.mixed:
-        softmax = states._of_head(attention, row, index)
-        gate, _slope = tables._gates(learned, heads, head, SHAPE)
+        softmax = states.rows_of_head(attention, row, index)
+        gate, _slope = tables.gates(learned, heads, head, SHAPE)
         weight = gate.to(tl.float32)
 
     if not SHAPE.causal:
-        entering = _entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
-        states._walk_from_right(splits, v, axis, part, entering, SHAPE, False)
-    state = states._states_of_split(splits, axis, part, SHAPE, False, FROM_RIGHT=False)
+        entering = entering_of(entering, row, block, head, num_heads, slots, length, axis, SHAPE, 2)
+        states.walk_from_right(splits, v, axis, part, entering, SHAPE, False)
+    state = states.states_of_split(splits, axis, part, SHAPE, False, FROM_RIGHT=False)
     # Before the first query there are only states to carry, and after the last one nothing is left to do.
     begin = tl.minimum(tl.maximum(tl.maximum(offset - axis.residue, 0) // (axis.d * CHUNK), first), last)
-    state = states._walk(state, v, axis, (split, per_split, first, begin), None, SHAPE, False, FROM_RIGHT=False)
+    state = states.walk(state, v, axis, (split, per_split, first, begin), None, SHAPE, False, FROM_RIGHT=False)
     end = tl.minimum(tl.cdiv(tl.maximum(offset + queries - axis.residue, 0), axis.d * CHUNK), last)
     i = tl.arange(0, CHUNK)
-    writing = states._writing(axis, CHUNK - 1 - i, SHAPE, False)
+    writing = states.powers_to_write(axis, CHUNK - 1 - i, SHAPE, False)
     from_left, from_right = (
-        tables._entry(axis.table, tables.READ, i, SHAPE),
-        tables._entry(axis.table, tables.READ, CHUNK - 1 - i, SHAPE),
+        tables.entry_at(axis.table, tables.READ, i, SHAPE),
+        tables.entry_at(axis.table, tables.READ, CHUNK - 1 - i, SHAPE),
     )
     if SHAPE.windowed:
-        gone_left = _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, False)
-        gone_right = gone_left if SHAPE.causal else _weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, True)
+        gone_left = weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, False)
+        gone_right = gone_left if SHAPE.causal else weights_of_leaving(axis, v[0].dtype.element_ty, SHAPE, True)
     for number in tl.range(0, end - begin, num_stages=SHAPE.stages):
         chunk = begin + number
-        position, inside = states._positions(chunk, axis, SHAPE, False)
+        position, inside = states.positions(chunk, axis, SHAPE, False)
         query = position - offset
         asked = inside & (query >= 0) & (query < queries)
         if SHAPE.mixed:
-            unmixed = states._load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
-        x = states._load_rows(v, position, states._seen(axis, position, inside, SHAPE), channels, SHAPE)
+            unmixed = states.load_rows(softmax, query, asked, channels, SHAPE).to(tl.float32)
+        x = states.load_rows(v, position, states.seen(axis, position, inside, SHAPE), channels, SHAPE)
         acc = tl.zeros([CHUNK, BLOCK], tl.float32)
         if SHAPE.packed:
             own = tl.load(axis.documents + position, mask=inside, other=-1)
             same = own[:, None] == own[None, :]
-            acc = tables._multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
+            acc = tables.multiply(tl.where(same, high, 0.0), tl.where(same, low, 0.0), x, acc, SHAPE)
         else:
-            acc = tables._multiply(high, low, x, acc, SHAPE)
+            acc = tables.multiply(high, low, x, acc, SHAPE)
         if not SHAPE.causal:
-            reached, taken, keep = states._borders(chunk, axis, SHAPE, False, True)
-            pointers, has_place = states._place_of_state(entering, chunk, axis, SHAPE, False)
-            acc = _add_readout(acc, states._load_states(pointers, has_place, SHAPE, False), from_right, reached)
+            reached, taken, keep = states.borders(chunk, axis, SHAPE, False, True)
+            pointers, has_place = states.place_of_state(entering, chunk, axis, SHAPE, False)
+            acc = add_readout(acc, states.load_states(pointers, has_place, SHAPE, False), from_right, reached)
             if SHAPE.windowed:
-                acc = _add_leaving(
-                    acc, states._leaving(v, chunk, axis, SHAPE, False, True), gone_right, reached, SHAPE
+                acc = add_leaving(
+                    acc, states.load_leaving(v, chunk, axis, SHAPE, False, True), gone_right, reached, SHAPE
                 )
         if SHAPE.lags > 0:
-            acc = _add_across(acc, v, chunk, axis, SHAPE, False)
-        reached, taken, keep = states._borders(chunk, axis, SHAPE, False, False)
-        acc = _add_readout(acc, state, from_left, reached)
+            acc = add_across(acc, v, chunk, axis, SHAPE, False)
+        reached, taken, keep = states.borders(chunk, axis, SHAPE, False, False)
+        acc = add_readout(acc, state, from_left, reached)
         leaving = None
         if SHAPE.windowed:
-            leaving = states._leaving(v, chunk, axis, SHAPE, False, FROM_RIGHT=False)
-            acc = _add_leaving(acc, leaving, gone_left, reached, SHAPE)
-        state = states._advance(state, x.to(tl.float32), leaving, writing, taken, keep, False)
+            leaving = states.load_leaving(v, chunk, axis, SHAPE, False, FROM_RIGHT=False)
+            acc = add_leaving(acc, leaving, gone_left, reached, SHAPE)
+        state = states.advance(state, x.to(tl.float32), leaving, writing, taken, keep, False)
         if SHAPE.mixed:
-            acc = _lerp(unmixed, acc, weight)
-        states._store_rows(out, query, asked, channels, acc, SHAPE)
+            acc = lerp(unmixed, acc, weight)
+        states.store_rows(out, query, asked, channels, acc, SHAPE)

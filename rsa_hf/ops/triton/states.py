@@ -35,7 +35,7 @@ class Axis(NamedTuple):
 
 
 @triton.jit
-def _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE: tl.constexpr):
+def program_of(shared, rows, num_columns, length, shift, count, farthest, SHAPE: tl.constexpr):
     """What this program owns: head, its index in the layer, row of the batch, channel block, column, axis, part."""
     key_mask, document_ids, columns, heads, table = shared
     program = tl.program_id(0)
@@ -45,9 +45,9 @@ def _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE: t
     row = row.to(tl.int64)
     split = program // (SHAPE.blocks * num_columns * rows)
     head, residue = tl.load(columns + 2 * column), tl.load(columns + 2 * column + 1)
-    d, index = tables._of_row(heads, head, tables.DILATION), tables._of_row(heads, head, tables.INDEX)
+    d, index = tables.of_row(heads, head, tables.DILATION), tables.of_row(heads, head, tables.INDEX)
     steps = tl.cdiv(length - residue, d)
-    per_split = tables._steps_of_split(length, d, SHAPE)
+    per_split = tables.steps_of_split(length, d, SHAPE)
     first = split * (per_split // SHAPE.chunk)
     last = tl.minimum(first + per_split // SHAPE.chunk, tl.cdiv(steps, SHAPE.chunk))
     channels = block * SHAPE.block + tl.arange(0, SHAPE.block)
@@ -58,7 +58,7 @@ def _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE: t
 
 
 @triton.jit
-def _of_head(tensor, row, head):
+def rows_of_head(tensor, row, head):
     """One row and head of a tensor."""
     pointer, of_row, of_head, of_position = tensor
     return pointer + row * of_row + head.to(tl.int64) * of_head, of_position
@@ -72,7 +72,7 @@ def _position(step, axis, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def _positions(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def positions(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Places on the key axis of the steps of a chunk, and which of them exist."""
     step = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
     return _position(step, axis, BACKWARD), step < axis.steps
@@ -89,7 +89,7 @@ def _rows(x, place, kept, channels, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
+def load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
     """Rows [C, BLOCK] of a tensor; 0 where they are not kept or beyond the head's size."""
     pointers, there = _rows(x, place, kept, channels, SHAPE)
     return tl.load(pointers, mask=there, other=0.0)
@@ -97,25 +97,26 @@ def _load_rows(x, place, kept, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_steps(x, step, document, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """Steps of a walk, [C, BLOCK], as in `_load_row`; also 0 where a document is given and they belong to another."""
+    """Steps of a walk, [C, BLOCK], as in `load_row`; also 0 where a document is given and they belong to another."""
     position = _position(step, axis, BACKWARD)
     place = position - axis.shift
     kept = (place >= 0) & (place < axis.count)
     if not BACKWARD:
-        kept = _seen(axis, position, kept, SHAPE)
+        kept = seen(axis, position, kept, SHAPE)
     if document is not None:
         kept = kept & (tl.load(axis.documents + position, mask=kept, other=-1) == document)
-    return _load_rows(x, place, kept, axis.channels, SHAPE)
+    return load_rows(x, place, kept, axis.channels, SHAPE)
 
 
 @triton.jit
-def _store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
+def store_rows(x, place, kept, channels, rows, SHAPE: tl.constexpr):
+    """Write rows, [C, BLOCK], in the dtype of x, where they are kept."""
     pointers, there = _rows(x, place, kept, channels, SHAPE)
     tl.store(pointers, rows.to(x[0].dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _load_row(x, step, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def load_row(x, step, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """One step of a walk, [BLOCK] in float32; 0 where there is none, or where, on a walk over V, its key is hidden."""
     base, stride = x
     place = _position(step, axis, BACKWARD)
@@ -128,7 +129,7 @@ def _load_row(x, step, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def _seen(axis, place, inside, SHAPE: tl.constexpr):
+def seen(axis, place, inside, SHAPE: tl.constexpr):
     """Which keys of a chunk take part."""
     if SHAPE.masked:
         inside = inside & (tl.load(axis.mask + place, mask=inside, other=0) != 0)
@@ -136,31 +137,31 @@ def _seen(axis, place, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _document(step, axis, BACKWARD: tl.constexpr):
+def document_at(step, axis, BACKWARD: tl.constexpr):
     """The document of a step, −1 outside the sequence."""
     there = (step >= 0) & (step < axis.steps)
     return tl.load(axis.documents + _position(step, axis, BACKWARD), mask=there, other=-1)
 
 
 @triton.jit
-def _writing(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """What `_advance` needs of the table, read once before a loop: a loop that writes would read it again every time.
+def powers_to_write(axis, exponents, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """What `advance` needs of the table, read once before a loop: a loop that writes would read it again every time.
 
     These are the weights z^k and ∂z^k/∂decay of rows, [C], then z^C, what float32 leaves of it, and ∂z^C/∂decay; and,
     with a window, z^{N + k} and its derivative, the weights that are subtracted for the rows that leave it.
     """
-    z, C = tables._entry(axis.table, tables.Z, exponents, SHAPE), SHAPE.chunk
-    slope = tables._entry(axis.table, tables.DZ, exponents, SHAPE) if BACKWARD else z
-    whole, rest = tables._entry(axis.table, tables.Z, C, SHAPE), tables._entry(axis.table, tables.REST, C, SHAPE)
+    z, C = tables.entry_at(axis.table, tables.Z, exponents, SHAPE), SHAPE.chunk
+    slope = tables.entry_at(axis.table, tables.DZ, exponents, SHAPE) if BACKWARD else z
+    whole, rest = tables.entry_at(axis.table, tables.Z, C, SHAPE), tables.entry_at(axis.table, tables.REST, C, SHAPE)
     far, far_slope = z, z
     if SHAPE.windowed:
-        power, change = tables._at_window(axis.table, tables.Z, SHAPE), tables._at_window(axis.table, tables.DZ, SHAPE)
-        far, far_slope = tables._times(power, z), tables._plus(tables._times(power, slope), tables._times(change, z))
-    return z, slope, whole, rest, tables._entry(axis.table, tables.DZ, C, SHAPE), far, far_slope
+        power, change = tables.at_window(axis.table, tables.Z, SHAPE), tables.at_window(axis.table, tables.DZ, SHAPE)
+        far, far_slope = tables.times(power, z), tables.plus(tables.times(power, slope), tables.times(change, z))
+    return z, slope, whole, rest, tables.entry_at(axis.table, tables.DZ, C, SHAPE), far, far_slope
 
 
 @triton.jit
-def _sums(x, weights, reached):
+def sums(x, weights, reached):
     """Σ_j w_j x_j over the rows of a tile that are reached, for complex weights: [BLOCK]."""
     real, imaginary = weights[0] * reached, weights[1] * reached
     return tl.sum(x * real[:, None], axis=0), tl.sum(x * imaginary[:, None], axis=0)
@@ -174,7 +175,7 @@ def _kept(state, keep, written):
 @triton.jit
 def _written(x, weights, taken, leaving, far, keep):
     """What a chunk changes in the state on its other side: what its rows write, minus what leaves the window."""
-    written = _sums(x, weights, taken)
+    written = sums(x, weights, taken)
     if leaving is not None:
         leaving = leaving.to(tl.float32)
         real = x * (weights[0] * taken)[:, None] - leaving * (far[0] * keep)[:, None]
@@ -184,30 +185,30 @@ def _written(x, weights, taken, leaving, far, keep):
 
 
 @triton.jit
-def _advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
+def advance(state, x, leaving, writing, taken, keep, BACKWARD: tl.constexpr):
     """The state on the other side of a chunk, from its rows.
 
     z^C has twice float32's digits, because a rounding error would be multiplied in at every chunk.
 
     Where:
         x: the rows, [C, BLOCK] float32.
-        leaving: from `_leaving`, or None.
-        writing: from `_writing`, with the steps from each row to the other side as exponents.
+        leaving: from `load_leaving`, or None.
+        writing: from `powers_to_write`, with the steps from each row to the other side as exponents.
         taken: 1 where a row belongs to the document on the other side, [C].
         keep: 1 if the state goes on to the other side.
     """
     h, q = state
     z, slope, whole, rest, change, far, far_slope = writing
     written = _written(x, z, taken, leaving, far, keep)
-    moved = tables._plus(tables._times(whole, h), tables._times(rest, h))
+    moved = tables.plus(tables.times(whole, h), tables.times(rest, h))
     if BACKWARD:
-        q_moved = tables._plus(tables._plus(tables._times(whole, q), tables._times(rest, q)), tables._times(change, h))
+        q_moved = tables.plus(tables.plus(tables.times(whole, q), tables.times(rest, q)), tables.times(change, h))
         q = _kept(q_moved, keep, _written(x, slope, taken, leaving, far_slope, keep))
     return _kept(moved, keep, written), q
 
 
 @triton.jit
-def _leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def load_leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """The rows that leave the window along a chunk, [C, BLOCK]: the j-th is N steps beyond the chunk's j-th.
 
     Rows of other documents than that of the state that enters the chunk are 0.
@@ -216,21 +217,21 @@ def _leaving(x, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_R
     step = first + tl.arange(0, SHAPE.chunk) + (axis.steps_back if FROM_RIGHT else -axis.steps_back)
     document = None
     if SHAPE.packed:
-        document = _document(first + SHAPE.chunk if FROM_RIGHT else first - 1, axis, BACKWARD)
+        document = document_at(first + SHAPE.chunk if FROM_RIGHT else first - 1, axis, BACKWARD)
     return _load_steps(x, step, document, axis, SHAPE, BACKWARD)
 
 
 @triton.jit
-def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """Where documents let a state pass: which rows it reaches, which rows write into it, and whether it goes on."""
     reached, taken, keep = 1.0, 1.0, 1.0
     if SHAPE.packed:
-        own = _document(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
+        own = document_at(chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk), axis, BACKWARD)
         first, last = chunk * SHAPE.chunk, (chunk + 1) * SHAPE.chunk - 1
         if FROM_RIGHT:
-            before, after = _document(last + 1, axis, BACKWARD), _document(first, axis, BACKWARD)
+            before, after = document_at(last + 1, axis, BACKWARD), document_at(first, axis, BACKWARD)
         else:
-            before, after = _document(first - 1, axis, BACKWARD), _document(last, axis, BACKWARD)
+            before, after = document_at(first - 1, axis, BACKWARD), document_at(last, axis, BACKWARD)
         reached, taken = (own == before).to(tl.float32), (own == after).to(tl.float32)
         keep = (before == after).to(tl.float32)
     if SHAPE.windowed:
@@ -239,7 +240,7 @@ def _borders(chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGH
 
 
 @triton.jit
-def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Where the state that enters a chunk from the right is kept. None enters the last chunk, which has no place."""
     BLOCK: tl.constexpr = SHAPE.block
     states: tl.constexpr = 4 if BACKWARD else 2
@@ -248,7 +249,8 @@ def _place_of_state(entering, chunk, axis, SHAPE: tl.constexpr, BACKWARD: tl.con
 
 
 @triton.jit
-def _load_states(pointers, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def load_states(pointers, mask, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """A state that was stored, h and q; q is h if only h was."""
     h = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + SHAPE.block, mask=mask, other=0.0)
     q = h
     if BACKWARD:
@@ -268,47 +270,49 @@ def _store_states(pointers, state, mask, SHAPE: tl.constexpr, BACKWARD: tl.const
 
 
 @triton.jit
-def _walk(state, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def walk(state, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """Carry a state along a part of V or of dOut, from the left or from the right; return the state that leaves.
 
     `entering` is the memory for the states that enter each chunk, [chunks, 2 or 4, BLOCK], or None.
     """
     _split, _per_split, first, last = part
     i = tl.arange(0, SHAPE.chunk)
-    writing = _writing(axis, i if FROM_RIGHT else SHAPE.chunk - 1 - i, SHAPE, BACKWARD)
+    writing = powers_to_write(axis, i if FROM_RIGHT else SHAPE.chunk - 1 - i, SHAPE, BACKWARD)
     for number in tl.range(0, last - first, num_stages=SHAPE.stages):
         chunk = last - 1 - number if FROM_RIGHT else first + number
         tile = _load_steps(x, chunk * SHAPE.chunk + i, None, axis, SHAPE, BACKWARD).to(tl.float32)
         if entering is not None:
-            pointers, has_place = _place_of_state(entering, chunk, axis, SHAPE, BACKWARD)
+            pointers, has_place = place_of_state(entering, chunk, axis, SHAPE, BACKWARD)
             _store_states(pointers, state, has_place, SHAPE, BACKWARD)
-        _reached, taken, keep = _borders(chunk, axis, SHAPE, BACKWARD, FROM_RIGHT)
-        leaving = _leaving(x, chunk, axis, SHAPE, BACKWARD, FROM_RIGHT) if SHAPE.windowed else None
-        state = _advance(state, tile, leaving, writing, taken, keep, BACKWARD)
+        _reached, taken, keep = borders(chunk, axis, SHAPE, BACKWARD, FROM_RIGHT)
+        leaving = load_leaving(x, chunk, axis, SHAPE, BACKWARD, FROM_RIGHT) if SHAPE.windowed else None
+        state = advance(state, tile, leaving, writing, taken, keep, BACKWARD)
     return state
 
 
 @triton.jit
-def _walk_from_right(splits, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
+def walk_from_right(splits, x, axis, part, entering, SHAPE: tl.constexpr, BACKWARD: tl.constexpr):
     """Store the states that enter the chunks of a part from the right in memory."""
-    state = _states_of_split(splits, axis, part, SHAPE, BACKWARD, True)
-    _walk(state, x, axis, part, entering, SHAPE, BACKWARD, True)
+    state = states_of_split(splits, axis, part, SHAPE, BACKWARD, True)
+    walk(state, x, axis, part, entering, SHAPE, BACKWARD, True)
     # Other threads read what these threads have written.
     tl.debug_barrier()
 
 
 @triton.jit
-def _column(a):
+def as_column(a):
+    """A complex vector as a column."""
     return a[0][:, None], a[1][:, None]
 
 
 @triton.jit
-def _total(a):
+def total(a):
+    """The sum of the rows of a complex matrix."""
     return tl.sum(a[0], axis=0), tl.sum(a[1], axis=0)
 
 
 @triton.jit
-def _states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """The state that enters a split: what all splits on that side write, each weighted with z^{L k}."""
     BLOCK: tl.constexpr = SHAPE.block
     split, per_split, _first, _last = part
@@ -328,16 +332,16 @@ def _states_of_split(splits, axis, part, SHAPE: tl.constexpr, BACKWARD: tl.const
             edge, own = split * per_split - 1, (m + 1) * per_split - 1
         used = (between >= 0) & (m * per_split < axis.steps)
         if SHAPE.packed:
-            used = used & (_document(own, axis, BACKWARD) == _document(edge, axis, BACKWARD))
+            used = used & (document_at(own, axis, BACKWARD) == document_at(edge, axis, BACKWARD))
         exponent = SHAPE.chunk + 1 + tl.where(used, between, 0)
         stride = apart * (8 * BLOCK)
         pointers = splits + (m.to(tl.int64) * stride)[:, None] + tl.arange(0, BLOCK)[None, :]
-        written, change = _load_states(pointers, used[:, None], SHAPE, BACKWARD)
-        z = _column(tables._entry(axis.table, tables.Z, exponent, SHAPE))
-        h = _total(tables._times(z, written))
+        written, change = load_states(pointers, used[:, None], SHAPE, BACKWARD)
+        z = as_column(tables.entry_at(axis.table, tables.Z, exponent, SHAPE))
+        h = total(tables.times(z, written))
         if BACKWARD:
-            slope = _column(tables._entry(axis.table, tables.DZ, exponent, SHAPE))
-            q = _total(tables._plus(tables._times(z, change), tables._times(slope, written)))
+            slope = as_column(tables.entry_at(axis.table, tables.DZ, exponent, SHAPE))
+            q = total(tables.plus(tables.times(z, change), tables.times(slope, written)))
     return h, q
 
 
@@ -352,12 +356,12 @@ def splits_kernel(x, shared, splits, sizes, SHAPE: tl.constexpr, BACKWARD: tl.co
     """
     BLOCK: tl.constexpr = SHAPE.block
     rows, num_columns, length, shift, count, num_key_value_groups, farthest = sizes
-    owned = _program(shared, rows, num_columns, length, shift, count, farthest, SHAPE)
+    owned = program_of(shared, rows, num_columns, length, shift, count, farthest, SHAPE)
     _head, index, row, _block, _column, axis, part = owned
-    x_rows = _of_head(x, row, index // num_key_value_groups)
+    x_rows = rows_of_head(x, row, index // num_key_value_groups)
     into = splits + tl.program_id(0).to(tl.int64) * (8 * BLOCK) + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)
     for side in tl.static_range(1 if SHAPE.causal else 2):
         state = ((zero, zero), (zero, zero))
-        state = _walk(state, x_rows, axis, part, None, SHAPE, BACKWARD, side == 1)
+        state = walk(state, x_rows, axis, part, None, SHAPE, BACKWARD, side == 1)
         _store_states(into + 4 * side * BLOCK, state, None, SHAPE, BACKWARD)

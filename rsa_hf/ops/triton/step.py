@@ -49,13 +49,13 @@ def step_kernel(
     program = tl.program_id(0)
     block, head = program % SHAPE.blocks, (program // SHAPE.blocks) % num_heads
     row = (program // (SHAPE.blocks * num_heads)).to(tl.int64)
-    index, d = tables._of_row(heads, head, tables.INDEX), tables._of_row(heads, head, tables.DILATION)
+    index, d = tables.of_row(heads, head, tables.INDEX), tables.of_row(heads, head, tables.DILATION)
     channels = block * BLOCK + tl.arange(0, BLOCK)
-    v = states._of_head(value, row, index // num_key_value_groups)
+    v = states.rows_of_head(value, row, index // num_key_value_groups)
     mask, mask_stride = key_mask
     mask += row * mask_stride
-    rho, _slope, angle, _turn = tables._rates(learned, heads, head, SHAPE)
-    c = tables._amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
+    rho, _slope, angle, _turn = tables.rates(learned, heads, head, SHAPE)
+    c = tables.amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
     if not KNOWN:
         place = tl.load(position).to(tl.int32)
     steps = tl.minimum(tl.minimum(place, farthest) // d, _reach(rho, SHAPE))
@@ -65,17 +65,17 @@ def step_kernel(
         key, seen = place - (k + 1) * d, k < steps
         if SHAPE.masked:
             seen = seen & (tl.load(mask + key, mask=seen, other=0) != 0)
-        f, _imaginary = tables._times(c, tables._power(rho, angle, k, k))
+        f, _imaginary = tables.times(c, tables.power_of(rho, angle, k, k))
         if SHAPE.lags > 0:
-            free_lags, is_free = learned[4] + SHAPE.lags * tables._of_row(heads, head, tables.LAGS), k < SHAPE.lags
+            free_lags, is_free = learned[4] + SHAPE.lags * tables.of_row(heads, head, tables.LAGS), k < SHAPE.lags
             f = tl.where(is_free, tl.load(free_lags + k, mask=is_free, other=0.0).to(tl.float64), f)
-        x = states._load_rows(v, key.to(tl.int64), seen, channels, SHAPE).to(tl.float32)
+        x = states.load_rows(v, key.to(tl.int64), seen, channels, SHAPE).to(tl.float32)
         acc += tl.sum(f.to(tl.float32)[:, None] * x, axis=0)
     is_channel = channels < SHAPE.head_size
     if SHAPE.mixed:
-        gate, _gate_slope = tables._gates(learned, heads, head, SHAPE)
-        softmax, _position_stride = states._of_head(attention, row, index)
+        gate, _gate_slope = tables.gates(learned, heads, head, SHAPE)
+        softmax, _position_stride = states.rows_of_head(attention, row, index)
         unmixed = tl.load(softmax + channels, mask=is_channel, other=0.0).to(tl.float32)
-        acc = forward._lerp(unmixed, acc, gate.to(tl.float32))
-    out, _out_stride = states._of_head(output, row, index)
+        acc = forward.lerp(unmixed, acc, gate.to(tl.float32))
+    out, _out_stride = states.rows_of_head(output, row, index)
     tl.store(out + channels, acc.to(out.dtype.element_ty), mask=is_channel)

@@ -50,10 +50,10 @@ def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
         farthest: the longest lag that the window shows; if windowed.
     """
     head = tl.program_id(0)
-    d = _of_row(heads, head, DILATION)
-    rho, _slope, angle, _turn = _rates(learned, heads, head, SHAPE)
-    c = _amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
-    per_split = _steps_of_split(length, d, SHAPE)
+    d = of_row(heads, head, DILATION)
+    rho, _slope, angle, _turn = rates(learned, heads, head, SHAPE)
+    c = amplitudes(heads, head, (rho * tl.cos(angle), rho * tl.sin(angle)))
+    per_split = steps_of_split(length, d, SHAPE)
     entry = tl.arange(0, SHAPE.powers)
     k = tl.where(entry <= SHAPE.chunk, entry, (entry - SHAPE.chunk - 1) * per_split)
     shown = entry >= 0
@@ -62,9 +62,9 @@ def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
         k = tl.where(is_last, steps_back, k)
         shown = is_last | (steps_back > SHAPE.chunk) | (k < steps_back)
 
-    power, before = _power(rho, angle, k, k), _power(rho, angle, tl.maximum(k - 1, 0), k)
+    power, before = power_of(rho, angle, k, k), power_of(rho, angle, tl.maximum(k - 1, 0), k)
     power, before = _where(shown, power), _where(shown, before)
-    f = _times(c, power)
+    f = times(c, power)
     into = table + head * TABLE_ROWS * SHAPE.powers + entry
     _store_complex(into, Z, power, SHAPE)
     _store_complex(into, DZ, (before[0] * k, before[1] * k), SHAPE)
@@ -73,18 +73,19 @@ def powers_kernel(learned, heads, table, length, farthest, SHAPE: tl.constexpr):
     if SHAPE.lags > 0:
         _mu, _eta, _nu, _theta, free_lags = learned
         is_free = (entry < SHAPE.lags) & shown
-        free = tl.load(free_lags + SHAPE.lags * _of_row(heads, head, LAGS) + entry, mask=is_free, other=0.0)
+        free = tl.load(free_lags + SHAPE.lags * of_row(heads, head, LAGS) + entry, mask=is_free, other=0.0)
         tl.store(into + ADDED * SHAPE.powers, tl.where(is_free, free.to(tl.float64) - f[0], 0.0).to(tl.float32))
 
 
 @triton.jit
-def _times(a, b):
+def times(a, b):
     """The product of two complex numbers, (real, imaginary) each."""
     return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
 
 
 @triton.jit
-def _plus(a, b):
+def plus(a, b):
+    """The sum of two complex numbers."""
     return a[0] + b[0], a[1] + b[1]
 
 
@@ -94,7 +95,7 @@ def _where(condition, a):
 
 
 @triton.jit
-def _power(rho, angle, k, turns):
+def power_of(rho, angle, k, turns):
     """rho^k e^{i·angle·turns} in float64; 0^0 is 1."""
     size = tl.abs(rho)
     exponent = k.to(tl.float64) * tl.log(tl.where(size > 0, size, 1.0))
@@ -114,7 +115,8 @@ def _store_complex(into, row: tl.constexpr, number, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _of_row(heads, head, COLUMN: tl.constexpr):
+def of_row(heads, head, COLUMN: tl.constexpr):
+    """An entry of a head's row."""
     return tl.load(heads + COLUMNS * head + COLUMN)
 
 
@@ -141,17 +143,17 @@ def _tanh(x, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _gates(learned, heads, head, SHAPE: tl.constexpr):
+def gates(learned, heads, head, SHAPE: tl.constexpr):
     """The gates of heads, and ∂g/∂mu; only if P V is mixed."""
     mu, _eta, _nu, _theta, _free_lags = learned
-    return _sigmoid(tl.load(mu + _of_row(heads, head, GATE)).to(tl.float64), SHAPE)
+    return _sigmoid(tl.load(mu + of_row(heads, head, GATE)).to(tl.float64), SHAPE)
 
 
 @triton.jit
-def _rates(learned, heads, head, SHAPE: tl.constexpr):
+def rates(learned, heads, head, SHAPE: tl.constexpr):
     """Decay of heads, ∂decay/∂eta or /∂nu, their angle, and its derivative."""
     _mu, eta, nu, theta, _free_lags = learned
-    place, is_regular = _of_row(heads, head, RATE), _of_row(heads, head, KIND) == 0
+    place, is_regular = of_row(heads, head, RATE), of_row(heads, head, KIND) == 0
     turns = is_regular == 0
     lam, lam_slope = _tanh(tl.load(eta + place, mask=is_regular, other=0.0).to(tl.float64), SHAPE)
     gamma, gamma_slope = _sigmoid(tl.load(nu + place, mask=turns, other=0.0).to(tl.float64), SHAPE)
@@ -159,16 +161,16 @@ def _rates(learned, heads, head, SHAPE: tl.constexpr):
     turn = tl.full(angle.shape, 1.0 if SHAPE.scale == 0 else SHAPE.scale, tl.float64)
     rho, slope = tl.where(is_regular, lam, gamma), tl.where(is_regular, lam_slope, gamma_slope)
     if SHAPE.mixed and SHAPE.scale != 0:  # behind a shut gate too, P V must not overflow: 0 · inf would be NaN
-        gate, _gate_slope = _gates(learned, heads, head, SHAPE)
+        gate, _gate_slope = gates(learned, heads, head, SHAPE)
         is_shut = gate.to(tl.float32) == 0.0
         rho, slope = tl.where(is_shut, 0.0, rho), tl.where(is_shut, 0.0, slope)
     return rho, slope, turn * angle, turn
 
 
 @triton.jit
-def _amplitudes(heads, head, z):
+def amplitudes(heads, head, z):
     """The amplitude c of heads: z, or −i z for sin heads."""
-    is_sin = _of_row(heads, head, KIND) == 2
+    is_sin = of_row(heads, head, KIND) == 2
     return tl.where(is_sin, z[1], z[0]), tl.where(is_sin, -z[0], z[1])
 
 
@@ -176,19 +178,19 @@ def _amplitudes(heads, head, z):
 
 
 @triton.jit
-def _entry(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
+def entry_at(table, row: tl.constexpr, exponents, SHAPE: tl.constexpr):
     """A complex row of a head's table at some exponents, as (real, imaginary)."""
     return tl.load(table + row * SHAPE.powers + exponents), tl.load(table + (row + 1) * SHAPE.powers + exponents)
 
 
 @triton.jit
-def _at_window(table, row: tl.constexpr, SHAPE: tl.constexpr):
+def at_window(table, row: tl.constexpr, SHAPE: tl.constexpr):
     """A complex row of a head's table at the exponent N."""
-    return _entry(table, row, SHAPE.chunk + 1 + SHAPE.splits, SHAPE)
+    return entry_at(table, row, SHAPE.chunk + 1 + SHAPE.splits, SHAPE)
 
 
 @triton.jit
-def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
+def toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
     """One row of the table at the exponents i − j − 1 of a chunk, [C, C]; |i − j| − 1 for unmasked REMs."""
     i = tl.arange(0, SHAPE.chunk)
     lags = i[:, None] - i[None, :]
@@ -197,16 +199,16 @@ def _toeplitz(table, row: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _weights(table, SHAPE: tl.constexpr):
+def weights_of_chunk(table, SHAPE: tl.constexpr):
     """The weights of a chunk, [C, C]."""
-    weights = _toeplitz(table, READ, SHAPE)
+    weights = toeplitz(table, READ, SHAPE)
     if SHAPE.lags > 0:
-        weights += _toeplitz(table, ADDED, SHAPE)
+        weights += toeplitz(table, ADDED, SHAPE)
     return weights
 
 
 @triton.jit
-def _added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
+def added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.constexpr):
     """For each step of a chunk, [C], what free lags add to the weight of the (m + 1)-th step beyond the edge."""
     i = tl.arange(0, SHAPE.chunk)
     lag = (SHAPE.chunk - 1 - i if FROM_RIGHT else i) + m  # less 1
@@ -214,7 +216,7 @@ def _added_across(table, m: tl.constexpr, SHAPE: tl.constexpr, FROM_RIGHT: tl.co
 
 
 @triton.jit
-def _halves(matrix, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
+def in_halves(matrix, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
     """A float32 matrix as (high, low), the sum of two matrices of DTYPE; for float32 operands the matrix itself."""
     high = matrix
     low = matrix
@@ -225,7 +227,7 @@ def _halves(matrix, DTYPE: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(high, low, x, acc, SHAPE: tl.constexpr):
+def multiply(high, low, x, acc, SHAPE: tl.constexpr):
     """The sum of acc and matrix @ x."""
     if SHAPE.halves:
         acc = tl.dot(low, x, acc)
@@ -236,6 +238,6 @@ def _multiply(high, low, x, acc, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _steps_of_split(length, d, SHAPE: tl.constexpr):
+def steps_of_split(length, d, SHAPE: tl.constexpr):
     """L, the steps of a split: a whole number of chunks."""
     return tl.cdiv(tl.cdiv(tl.cdiv(length, d), SHAPE.chunk), SHAPE.splits) * SHAPE.chunk
