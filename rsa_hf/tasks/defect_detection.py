@@ -332,6 +332,8 @@ def _logits(
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:
     """Set the padding token of both, and check that the model takes the tokenizer's tokens and the longest input."""
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no padding token and no end token. Set pad_token in its files.")
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     require_inputs_fit(model, tokenizer, data.max_seq_length, "max_seq_length")

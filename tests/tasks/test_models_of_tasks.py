@@ -90,6 +90,13 @@ def test_a_tokenizer_with_gaps_is_noticed():
         require_inputs_fit(too_small, tokenizer, 4, "block_size")
 
 
+def test_a_tokenizer_that_cannot_pad_is_refused_before_the_data_is_read(three_classes, tmp_path):
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}))).save_pretrained(tmp_path)
+    settings = ["--ignore_mismatched_sizes", "--tokenizer_name", str(tmp_path), "--train_file", "absent.jsonl"]
+    with pytest.raises(ValueError, match="no padding token"):
+        defect_detection.plain_model_and_rows(["--model_name_or_path", three_classes, *settings])
+
+
 def test_a_head_for_other_classes_is_replaced_only_where_it_is_asked_for(three_classes, capsys):
     load = partial(load_model, AutoModelForSequenceClassification, num_labels=2)
     with pytest.raises(ValueError, match="ignore_mismatched_sizes"):
