@@ -182,7 +182,10 @@ def patch_for_run(
     if settings is None:
         config = run.rsa.config
         if run.rsa.is_from_scratch:
-            config = RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads)
+            try:
+                config = RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads)
+            except (AttributeError, ValueError) as error:
+                raise ValueError(f"rsa: from_scratch: {error!s:.200} Give the fields of RSAConfig.") from error
         if config is not None:
             patch_model(model, config)
         elif is_patched(model):

@@ -1,5 +1,6 @@
 """`RSATrainer`: `transformers.Trainer` for patched models, and for models that carry a memory between segments."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,15 @@ class RSATrainer(Trainer):
     args: RSATrainingArguments
     train_dataset: Any
 
-    def __init__(self, model: Any = None, args: Any = None, *others: Any, **keywords: Any) -> None:
-        args = RSATrainingArguments(output_dir="trainer_output") if args is None else args
-        if "optimizers" not in keywords:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        given = inspect.signature(Trainer).bind(*positional, **keywords).arguments
+        args = given["args"] = given.get("args") or RSATrainingArguments(output_dir="trainer_output")
+        if (given.get("optimizers") or (None,))[0] is None and given.get("optimizer_cls_and_kwargs") is None:
             rate = getattr(args, "rsa_learning_rate", None)
-            keywords.setdefault("optimizer_cls_and_kwargs", optimizer_cls_and_kwargs(args, rate))
-        if getattr(model, "segment_state", None) is not None:
+            given["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs(args, rate)
+        if getattr(given.get("model"), "segment_state", None) is not None:
             args.use_cache = True  # otherwise the Trainer switches off the state that a model returns
-        super().__init__(model, args, *others, **keywords)
+        super().__init__(**given)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ProgressBar)
         self.stop = StopOnSignal(self)
@@ -54,6 +56,7 @@ class RSATrainer(Trainer):
         self.card_facts: Mapping[str, Any] = {}  # keyword arguments of `write_card`
         self._last_loss: Tensor | None = None
         self._states: dict[int, Any] = {}  # carried along the tracks, for each micro-batch of a step
+        self._state_name: str | None = None  # in training on tracks
         self._micro_batches = 0
         self._num_tracks: int | None = getattr(self.train_dataset, "num_tracks", None)
         if self._num_tracks is not None:
@@ -67,8 +70,7 @@ class RSATrainer(Trainer):
         """As `Trainer.train`. A new run starts with an empty memory."""
         assert self.model is not None
         shard_rsa_heads(self.model, self.accelerator)
-        if self._num_tracks is not None:
-            self._state_name = segment_state_of(self.model)
+        self._state_name = None if self._num_tracks is None else segment_state_of(self.model)
         self._states, self._micro_batches = {}, 0
         try:
             return super().train(*args, **keywords)
@@ -104,7 +106,7 @@ class RSATrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As `Trainer.compute_loss`. On tracks, the mean loss, with the model's memory carried along them."""
-        if self._num_tracks is None or not model.training:
+        if self._state_name is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         rows = len(inputs["input_ids"])  # not the setting's if auto_find_batch_size has changed the batch size
         in_step = rows * self.args.gradient_accumulation_steps * self.args.world_size
@@ -135,14 +137,14 @@ class RSATrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._num_tracks is not None:
+        if self._state_name is not None:
             # Clones: torch.save writes the whole storage behind a view.
             torch.save(recursively_apply(torch.clone, self._states), self._state_file(output_dir))
         self.accelerator.wait_for_everyone()  # trainer_state.json follows, which marks the checkpoint as complete
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if self._num_tracks is not None and checkpoint is not None:
+        if self._state_name is not None and checkpoint is not None:
             # To the CPU first: torch.load does not accept cpu:0, the device of processes under gloo.
             states = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
             self._states = send_to_device(states, self.args.device)

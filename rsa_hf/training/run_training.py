@@ -73,6 +73,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
             step = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
             goes_on = "" if args.save_only_model else " The same command goes on from there."
             print(f"stopped at {step}, with a checkpoint.{goes_on}", file=sys.stderr)
+        trainer.accelerator.end_training()
         raise SystemExit(128 + trainer.stop.signal)
 
 

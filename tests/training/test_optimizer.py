@@ -73,7 +73,7 @@ def by_hand(model, batches, **rates):
 def test_a_trainer_trains_as_plain_torch_with_the_same_groups(tmp_path, ours):
     args = arguments(tmp_path, train_sampling_strategy="sequential", weight_decay=1.0, rsa_learning_rate=0.3)
     if ours:
-        trainer = RSATrainer(gpt2(0.0), args, train_dataset=rows())
+        trainer = RSATrainer(gpt2(0.0), args, train_dataset=rows(), optimizers=(None, None))
     else:
         groups = optimizer_cls_and_kwargs(args, rsa_learning_rate=0.3)
         trainer = Trainer(gpt2(0.0), args, train_dataset=rows(), optimizer_cls_and_kwargs=groups)
