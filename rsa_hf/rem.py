@@ -146,7 +146,7 @@ def head_tensors(
     theta: float | Sequence[float] | Tensor,
     dilation: int | Sequence[int],
     device: torch.device | None = None,
-    num_heads: int = 0,
+    num_heads: int | None = None,
 ) -> tuple[tuple[str, ...], Tensor, Tensor, tuple[int, ...]]:
     """Bring a description of H heads to one form: kinds and dilations of length H, decay and theta of shape (H,).
 
@@ -165,7 +165,7 @@ def head_tensors(
     rates = rates if rates.is_floating_point() else rates.to(torch.get_default_dtype())
     angles = torch.as_tensor(theta, dtype=rates.dtype, device=rates.device).reshape(-1)
     given = {"kinds": len(kinds), "decay": len(rates), "theta": len(angles), "dilation": len(dilation)}
-    H = num_heads or max(given.values())
+    H = max(given.values()) if num_heads is None else num_heads
     if any(n not in (1, H) for n in given.values()):
         raise ValueError(f"kinds, decay, theta, dilation: one entry each, or one for each of {H} heads; got {given}.")
     for kind in kinds:

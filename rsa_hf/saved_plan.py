@@ -92,8 +92,6 @@ def _read_counts(plan: Mapping[str, Any], n: int) -> RSAConfig:
     Plans of earlier versions may also give counts and dilations per layer, spread gates over the layers, or leave the
     heads of a pair untied. For these, the config names the heads that they stand for.
     """
-    if plan.get("heads") is not None:
-        raise ValueError("config.rsa has format_version 1, but its plan names single heads: it is damaged.")
     plan = dict(plan)
     tied, gate, dilation = plan.pop("tie_pairs", True), plan.get("gate_init"), plan.get("dilation")
     if not isinstance(tied, bool):

@@ -250,12 +250,12 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         for packed in (replace(found, documents=documents), replace(windowed, documents=documents)):
             if explains(packed):
                 return packed
-    # Python shows a warning of the same text and place only once.
-    warnings.warn(
-        "unsupported mask: it does not combine direction, padding, packed documents and a sliding window. P is built "
-        "explicitly, at quadratic cost.",
-        stacklevel=2,
-    )
+    if T > 1:  # Python shows a warning of the same text and place only once
+        warnings.warn(
+            "unsupported mask: it does not combine direction, padding, packed documents and a sliding window. P is "
+            "built explicitly, at quadratic cost.",
+            stacklevel=2,
+        )
     return AttentionMask(T, S, offset, causal, visible=visible.clone())
 
 

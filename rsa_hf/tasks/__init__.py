@@ -4,7 +4,20 @@ The names below are imported on first use (PEP 562), so that one task does not i
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rsa_hf.tasks.defect_audit import *  # noqa: F403
+    from rsa_hf.tasks.defect_data import *  # noqa: F403
+    from rsa_hf.tasks.defect_detection import tokenize as tokenize
+    from rsa_hf.tasks.defect_scores import *  # noqa: F403
+    from rsa_hf.tasks.language_modeling import LanguageModelTrainer as LanguageModelTrainer
+    from rsa_hf.tasks.language_modeling import load_language_modeling_tokenizer as load_language_modeling_tokenizer
+    from rsa_hf.tasks.language_modeling import prepare_language_modeling as prepare_language_modeling
+    from rsa_hf.tasks.metrics import *  # noqa: F403
+    from rsa_hf.tasks.text8 import *  # noqa: F403
+    from rsa_hf.tasks.text_data import *  # noqa: F403
+    from rsa_hf.tasks.text_scores import *  # noqa: F403
 
 _NAMES = {
     "defect_audit": ("audit", "format_audit", "word_count_baseline"),

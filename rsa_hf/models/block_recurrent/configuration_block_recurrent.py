@@ -41,7 +41,7 @@ class BlockRecurrentConfig(SegmentConfig):
     relative_attention_max_distance: int = 128  # all distances from this one on share a bucket
     dropout: float | int = 0.05  # of embeddings, attention output and feed-forward layers, not of the states
     dropatt: float | int = 0.05  # of the attention weights of tokens
-    layer_norm_epsilon: float = 1e-6
+    layer_norm_epsilon: float | int = 1e-6
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:

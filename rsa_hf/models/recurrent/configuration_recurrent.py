@@ -30,7 +30,7 @@ class RecurrentConfig(SegmentConfig):
     dilations: list[int] | tuple[int, ...] | None = None  # None: 1 everywhere
     bidirectional: bool = False  # whether a second recurrence runs from the end; not for language models
     dropout: float | int = 0.1  # of the embeddings and of each layer's output
-    initializer_range: float = 0.02  # standard deviation of initial embeddings
+    initializer_range: float | int = 0.02  # standard deviation of initial embeddings
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -22,5 +22,5 @@ class SRUPlusPlusConfig(SegmentConfig):
     highway_bias: float | int = -2.0  # initial bias of the highway gate; below 0, a layer starts near the identity
     dropout: float | int = 0.22  # of the embeddings, of the input of W_o, and of the last layer's output
     attention_dropout: float | int = 0.22  # of the attention weights
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_epsilon: float | int = 1e-5
     tie_word_embeddings: bool = False

@@ -25,8 +25,8 @@ class TemporalLatentBottleneckConfig(SegmentConfig):
     cross_attention_every: int = 2  # R: after every R-th self-attention layer, the fast stream attends to the states
     dropout: float | int = 0.1  # of embeddings, attention output and feed-forward layers
     attention_dropout: float | int = 0.0  # of the attention weights
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-5
+    initializer_range: float | int = 0.02
+    layer_norm_eps: float | int = 1e-5
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:

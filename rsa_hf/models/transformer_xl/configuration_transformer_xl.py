@@ -73,9 +73,9 @@ class TransformerXLConfig(SegmentConfig):
     untie_r: bool = True
     dropout: float | int = 0.1
     dropatt: float | int = 0.0
-    init_std: float = 0.02
-    proj_init_std: float = 0.01
-    layer_norm_epsilon: float = 1e-5
+    init_std: float | int = 0.02
+    proj_init_std: float | int = 0.01
+    layer_norm_epsilon: float | int = 1e-5
     eos_token_id: int | list[int] | None = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
