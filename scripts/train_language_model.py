@@ -74,9 +74,10 @@ def load_model(args):
         if args.config_overrides:
             config.update_from_string(args.config_overrides)
         model = AutoModelForCausalLM.from_config(config)
-    if args.rsa != "none":  # RSA: before the optimiser is made
-        known = {"default": RSAConfig(), "from_scratch": RSAConfig.from_scratch(model.config.num_attention_heads)}
-        patch_model(model, known[args.rsa] if args.rsa in known else json.loads(args.rsa))
+    if args.rsa == "from_scratch":  # RSA: before the optimiser is made
+        patch_model(model, RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads))
+    elif args.rsa != "none":
+        patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
     return model, tokenizer
 
 
@@ -96,9 +97,8 @@ def load_blocks(args, tokenizer, block_size):
 
 def token_losses(model, ids):
     """The loss of every token but the first of each block, of shape (B, T - 1)."""
-    logits = model(input_ids=ids).logits[:, :-1].float()
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return losses.view(len(ids), -1)
+    logits, labels = model(input_ids=ids).logits[:, :-1].float(), ids[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
 @torch.no_grad()

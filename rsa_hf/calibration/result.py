@@ -97,7 +97,7 @@ class Calibration:
                 few = f": {self.num_rows} rows are too few to tell; with {self.rows_needed} it could be"
                 return f"no heads: {checked}. This gain is not enough to be shown{few if self.rows_needed else ''}"
             few = f", but {self.num_rows} rows are few: {self.rows_needed} would tell more" if self.rows_needed else ""
-            return f"no heads: {checked}. That is no gain{few}"
+            return f"no heads: {checked}. There is no gain on held-out rows{few}"
         rows = [("layer", "head", "REM", "d", "decay", "theta", "free lags", "gate", "derivative", "standard errors")]
         for head in self.heads:
             config = head.config

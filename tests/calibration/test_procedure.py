@@ -134,7 +134,7 @@ def test_few_rows_show_the_gain_or_say_how_many_could(shifted, seed):
         # A mean of n times as many rows has an error that is √n times smaller.
         enough = 12 * (2.5 * found.gain_error / found.gain) ** 2 if found.gain > 0 else 0
         assert found.rows_needed == max(64, math.ceil(enough))
-        few = "12 rows are too few to tell; with" if found.gain > 0 else "no gain, but 12 rows are few:"
+        few = "12 rows are too few to tell; with" if found.gain > 0 else "12 rows are few:"
         assert f"{few} {found.rows_needed}" in str(found)
 
 
@@ -144,7 +144,7 @@ def test_many_rows_without_a_gain_are_enough():
         language_model(), [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (4, 16, T))]
     )
     assert not found.heads and found.gain <= 0
-    assert found.rows_needed is None and str(found).endswith("That is no gain")
+    assert found.rows_needed is None and str(found).endswith("There is no gain on held-out rows")
 
 
 def with_a_nan():
