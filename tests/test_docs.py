@@ -85,13 +85,13 @@ def test_the_code_of_a_page_runs_in_order(page, codebert, gpt2_folder, tmp_path,
 def check(page, names, folder):
     match page:
         case "README.md":
-            assert names["calibration"].num_rows == 64
+            assert names["calibration"].num_rows in range(33, 65)
             assert is_patched(names["small"]) and (folder / "outputs" / "gpt2-rsa" / "model.safetensors").exists()
         case "defect_detection.md":
             assert names["vd_score"]([0.9, 0.4, 0.6, 0.1], [1, 1, 0, 0]) == 0.5
             assert json.loads((folder / "audit.json").read_text())["word_counts"]["test"]["accuracy"] > 0.5
         case "calibrate.md":
-            assert names["calibration"].num_rows == 64
+            assert names["calibration"].num_rows in range(33, 65)
         case "training.md":
             assert {group["lr"] for group in names["groups"]} == {1e-3, 1e-2}
             assert not is_patched(names["model_init"](None))
