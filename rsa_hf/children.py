@@ -32,22 +32,13 @@ def is_peft_wrapper(module: nn.Module) -> bool:
 
 
 def shared_copy(model: Model) -> Model:
-    """A copy that shares every tensor and hook with the model.
-
-    Raises a ValueError if a module holds something that cannot be copied.
-    """
+    """A copy that shares every tensor and hook with the model."""
     memo: dict[int, Any] = {id(each): each for each in itertools.chain(model.parameters(), model.buffers())}
     for module in model.modules():
         # A weight computed by pruning or weight_norm, or an output that is kept, may be part of a graph.
         memo |= {id(each): each for each in vars(module).values() if isinstance(each, Tensor)}
         memo |= {id(hooks): hooks.copy() for hooks in (module._forward_hooks, module._forward_pre_hooks)}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ValueError(
-            f"this {type(model).__name__} cannot be copied for a trial run ({type(error).__name__}: {error}). Patch "
-            "it before fully_shard, or take off what cannot be copied."
-        ) from error
+    return copy.deepcopy(model, memo)
 
 
 def rsa_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -73,16 +64,7 @@ def active_heads(model: nn.Module) -> Iterator[tuple[str, RSAHeads]]:
 
 
 def attach_heads(layers: Sequence[tuple[nn.Module, LayerSpec]]) -> list[RSAHeads]:
-    """Put an `rsa` child on each attention module that has none, and return the new children.
-
-    If a module has another attribute of that name, raises a ValueError and attaches nothing.
-    """
-    for module, _ in layers:
-        if hasattr(module, "rsa") and not isinstance(module.rsa, RSAHeads):
-            raise ValueError(
-                f"{type(module).__name__} already has an attribute 'rsa' of type {type(module.rsa).__name__}, but RSA "
-                "heads are attached under this name. Rename it."
-            )
+    """Put an `rsa` child on each attention module that has none, and return the new children."""
     new = []
     for module, spec in layers:
         if hasattr(module, "rsa"):

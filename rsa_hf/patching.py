@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import attach_heads, detach_heads, is_peft_wrapper, shared_copy
 from rsa_hf.config import RSAConfig
-from rsa_hf.integration.attention import connect
+from rsa_hf.integration.attention import connect, disconnect
 from rsa_hf.integration.loading import is_self_attention
 from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
@@ -151,6 +151,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if not is_patched(model):  # a plan in its config may belong to another model that shares the config
         return model
     detach_heads(model)
+    disconnect(model)
     forget_paged_cache(model)
     # A part that is a model itself may have been patched alone, or have its own copy of the config (T5's halves).
     for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):

@@ -30,7 +30,7 @@ def forgets_the_offset(mask):
     return replace(mask, query_offset=0, query_position=position)
 
 
-def farthest(visible, T, S, causal):
+def farthest(visible, T, S, *_):
     """Replace `query_position`: take the farthest key that a query sees for its own position."""
     own = torch.where(visible, torch.arange(S), -1).amax(-1) - torch.arange(visible.shape[-2])
     return own.amax().clamp(0, S - T)

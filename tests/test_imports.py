@@ -96,13 +96,6 @@ def test_every_imported_package_is_a_requirement():
     assert f'"transformers>={lowest},<{above}"' in lists
 
 
-def test_imports_in_functions_and_for_type_checks_are_told_apart(tmp_path):
-    file = tmp_path / "rem.py"
-    text = "def f():\n    from rsa_hf.layer import RSAHeads\nif TYPE_CHECKING:\n    import rsa_hf.peft\nimport rsa_hf.config\n"
-    file.write_text(text, encoding="utf-8")
-    assert imports(file) == {"layer", "config"}
-
-
 def test_the_wheel_holds_the_package_alone(tmp_path):
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="building a wheel needs hatchling")
     for part in ("pyproject.toml", "README.md", "LICENSE"):

@@ -22,6 +22,7 @@ from rsa_hf.integration import trial, what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
 from rsa_hf.integration.positions import (
+    latest_start,
     positions_of_queries,
     require_all_keys,
     require_no_gaps,
@@ -72,6 +73,8 @@ def _attention_with_rsa(
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
     if (rsa := heads_of(module)) is None and trial.state.calls is None:
         return base(module, query, key, value, attention_mask, *args, **keywords)
+    if not torch.compiler.is_compiling():
+        trial.state.asked = id(module)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -92,12 +95,14 @@ def _attention_with_rsa(
         trial.require_trusted(attend, foreign, implementation, query, value, is_causal=is_causal, fills_cache=in_cache)
     if "write_index" in keywords:  # of a paged cache
         return paged_attention_with_rsa(base, module, query, key, value, attention_mask, *args, **keywords)
-    result, has_more_keys = attend(query, value), query.shape[2] < key.shape[2]
+    T, S = query.shape[2], key.shape[2]
+    has_more_keys, result = T < S, attend(query, value)
     masks, aligned_top_left = MASKS.get(implementation), False
     if has_more_keys and rsa is not None:
-        require_own_keys(module, key.shape[2])
-        is_known = attention_mask is not None or query.shape[2] == 1 or masks in (*_WITH_WINDOWS, _FLASH_MASKS)
+        require_own_keys(module, S)
+        is_known = attention_mask is not None or T == 1 or masks in (*_WITH_WINDOWS, _FLASH_MASKS)
         aligned_top_left = masks is _SDPA_MASKS if is_known else trial.is_aligned_top_left(attend, query, value)
+    positions = positions_of_queries(module, keywords, T, S) if has_more_keys or attention_mask is not None else None
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else trial.attention_output(result, implementation, query, value),
@@ -106,7 +111,7 @@ def _attention_with_rsa(
         causal,
         aligned_top_left=aligned_top_left,
         flash=None if masks in _WITH_WINDOWS else keywords,
-        positions=positions_of_queries(module, keywords) if has_more_keys or attention_mask is not None else None,
+        positions=positions,
     )
     return mixed, result[1]
 
@@ -129,12 +134,18 @@ def architecture_of(module: nn.Module) -> Architecture | None:
 
 
 def connect(model: nn.Module) -> None:
-    """Wrap the classes of a model's attention modules that have a row in the table, once in a process."""
+    """Wrap the classes of a model's attention modules that have a row in the table, once in a process.
+
+    A module with RSA heads whose class is neither transformers' nor ours is checked after each forward.
+    """
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # that of the innermost owner
     for module in model.modules():
         row = architecture_of(module)
         if row is None:
+            is_known = type(module).__module__.startswith(trial.OWN)
+            if heads_of(module) is not None and not is_known and _require_asked not in module._forward_hooks.values():
+                module.register_forward_hook(_require_asked)
             continue
         wrap_class(row.path, row.name)
         if (heads := heads_of(module)) is not None:
@@ -142,6 +153,26 @@ def connect(model: nn.Module) -> None:
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
             module._old_forward = type(module).forward.__get__(module)
+
+
+def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
+    """Check, after its forward, that a module with RSA heads got its attention function from the interface."""
+    is_compiled = torch.compiler.is_compiling() or hasattr(module.forward, "_torchdynamo_orig_callable")
+    if is_compiled or heads_of(module) is None or trial.state.asked == id(module):
+        return
+    raise RuntimeError(
+        f"the RSA heads of this {type(module).__name__} took no part in its forward: its code computes attention "
+        "without transformers' attention interface, as some code does for attn_implementation='eager' or "
+        "output_attentions=True only. Use the settings and the code that the model was patched with, or "
+        "unpatch_model(model)."
+    )
+
+
+def disconnect(model: nn.Module) -> None:
+    """Remove the checks of `connect` from the modules of a model."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _require_asked]:
+            del module._forward_hooks[key]
 
 
 def wrap_class(path: str, name: str) -> Architecture:
@@ -235,6 +266,7 @@ def mix_recurrence(
         aligned_top_left=aligned_top_left,
         sliding_window=sliding_window,
         document_ids=document_ids,
+        start=latest_start(positions) if positions is not None and 1 < attention.shape[1] < value.shape[2] else None,
     )
     if not causal:
         warn_of_gaps(visible)

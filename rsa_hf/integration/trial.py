@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
+OWN = ("transformers.", "rsa_hf.")  # packages whose attention functions need no trial
 _SDPA = torch._C._nn.scaled_dot_product_attention
 # Functions that passed a trial, for as long as they exist, and whether it showed that no query sees later keys.
 _trusted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -35,10 +35,11 @@ class AttentionCall:
 
 
 class _State(threading.local):
-    """This thread's trial run. Other threads may run models of their own."""
+    """This thread's trial run, and its last call of attention. Other threads may run models of their own."""
 
     calls: list[AttentionCall] | None = None  # the recorded ones; None outside of `record_attention_calls`
     marking: bool = False
+    asked: int | None = None  # id of the last module that asked the attention interface and has RSA heads
 
 
 state = _State()
@@ -178,6 +179,6 @@ def foreign_part(base: Any) -> Any:
         base = base.func
     base = getattr(base, "_torchdynamo_orig_callable", base)  # what torch.compiler.disable wraps
     # Not `__module__`, which functools.wraps copies.
-    if not getattr(base, "__globals__", {}).get("__name__", "").startswith(_OWN):
+    if not getattr(base, "__globals__", {}).get("__name__", "").startswith(OWN):
         return base
     return None if F.scaled_dot_product_attention is _SDPA else F.scaled_dot_product_attention

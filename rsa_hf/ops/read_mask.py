@@ -21,6 +21,8 @@ from rsa_hf.rem import is_recorded, is_transformed
 # added; anything above is only a bias.
 HIDDEN_AT_OR_BELOW = -9e3
 
+FIRST_POSITION = 2  # at most: positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index)
+
 
 def read_attention_mask(
     attention: Tensor,
@@ -31,6 +33,7 @@ def read_attention_mask(
     aligned_top_left: bool,
     sliding_window: int | None = None,
     document_ids: Tensor | None = None,
+    start: int | None = None,
 ) -> AttentionMask:
     """Read the mask of one attention call.
 
@@ -45,6 +48,7 @@ def read_attention_mask(
             last T positions (eager, flash attention). A single query sees every key under both.
         sliding_window: number of positions that a query sees back, itself included, if no mask shows it.
         document_ids: id of each key's packed document, [B, S], if no mask shows it.
+        start: position of the first query in its text, if it is known.
 
     Returns:
         Which keys each query sees.
@@ -72,7 +76,7 @@ def read_attention_mask(
         if not_read:
             as_boolean(attention_mask, T, S)
             return AttentionMask(T, S, 0, causal, unread_mask=attention_mask)
-        return remembered(read_mask, attention_mask, T, S, causal)
+        return remembered(read_mask, attention_mask, T, S, causal, start)
     offset = 0 if aligned_top_left and causal and T > 1 else S - T
     key_mask = None
     if attention_mask is not None:
@@ -218,8 +222,11 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
     return AttentionMask(T, S, S - T, mask.causal, visible=visible, query_position=position)
 
 
-def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
-    """Read a 4-D mask, [B or 1, H or 1, T or 1, S or more]; a ValueError if its shape does not fit."""
+def read_mask(mask: Tensor, T: int, S: int, causal: bool, start: int | None = None) -> AttentionMask:
+    """Read a 4-D mask, [B or 1, H or 1, T or 1, S or more]; a ValueError if its shape does not fit.
+
+    `start` is the position of the first query in its text, if it is known (`query_position`).
+    """
     visible = as_boolean(mask, T, S)
     if mask.is_meta:
         return AttentionMask(T, S, S - T, causal)  # only shapes are computed from it
@@ -236,7 +243,7 @@ def read_mask(mask: Tensor, T: int, S: int, causal: bool) -> AttentionMask:
         visible = visible[:, :1]
     offset = S - T
     if T < S and visible.numel():
-        offset = int(query_position(visible, T, S, causal))
+        offset = int(query_position(visible, T, S, causal, start))
     if visible.shape[1] == 1:
         key_mask = visible[:, 0].any(dim=1)
         found = AttentionMask(T, S, offset, causal, None if bool(key_mask.all()) else key_mask)
@@ -276,7 +283,7 @@ def _documents(visible: Tensor, key_mask: Tensor, offset: int) -> Tensor:
     return begins.cumsum(dim=1)
 
 
-def query_position(visible: Tensor, T: int, S: int, causal: bool) -> Tensor:
+def query_position(visible: Tensor, T: int, S: int, causal: bool, start: int | None = None) -> Tensor:
     """Position of the first query on the key axis, from a mask, without waiting for its values: ().
 
     A query sees itself. So each of the T queries is at a slot whose key it sees, unless that key is padding, which no
@@ -286,8 +293,9 @@ def query_position(visible: Tensor, T: int, S: int, causal: bool) -> Tensor:
 
     If the first query sees as far as any other, as in one prefix, the mask is the same however much of its end is
     padding. Then the last query that sees anything is taken for a token, at the last visible key. The first query is
-    taken instead, and all queries after it are padding, if a cache without free slots has it at that key, and the
-    layer is causal or the cache had as many keys before as there are queries.
+    taken instead, and all queries after it are padding, if its position in its text, `start`, is not before that key,
+    and there are cached keys: more than FIRST_POSITION by `start`, or a cache without free slots has it at that key,
+    and the layer is causal or the cache had as many keys before as there are queries.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
@@ -303,4 +311,7 @@ def query_position(visible: Tensor, T: int, S: int, causal: bool) -> Tensor:
     last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
     is_determined = (misfits[0] & (slots == last)).any()
     is_first = (last == S - T) & (causal | (last >= T))
+    if start is not None:
+        slot = start + seen.any(dim=0).int().argmax()  # positions do not count padding on the left
+        is_first = (slot >= last) & (is_first | (start > FIRST_POSITION))
     return torch.where(is_determined | is_first, fitting, (last - last_query).clamp(0, S - T))

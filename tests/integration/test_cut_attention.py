@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import families
 from families import build, inputs
-from rsa_hf import RSAConfig, patch_model
+from rsa_hf import RSAConfig, patch_model, unpatch_model
 from texts import CACHES, uncached
 
 PLAN = RSAConfig(num_regular=1, num_cyclical_pairs=1, gate_init=1.0)
@@ -83,6 +84,28 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
     model(**{name: tensor[:, :1] for name, tensor in batch.items() if "mask" not in name})
     # Later calls cost nothing more, one token without a mask neither.
     assert tried > len(calls) - tried == len(set(calls))
+
+
+class OwnEager(LlamaAttention):
+    """Does not ask the interface for eager attention, as some code on the Hub."""
+
+    def forward(self, hidden_states, *args, **keywords):
+        if self.config._attn_implementation == "eager":
+            return hidden_states, None
+        return super().forward(hidden_states, *args, **keywords)
+
+
+def test_a_module_that_computes_attention_itself_is_refused_then():
+    model, batch = build("llama"), inputs("llama")
+    for layer in model.layers:
+        layer.self_attn.__class__ = OwnEager
+    patch_model(model, PLAN)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**batch)[0], model(**batch)[0])
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="OwnEager took no part"):
+        model(**batch)
+    unpatch_model(model)(**batch)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @torch.no_grad()

@@ -6,14 +6,12 @@ import fsdp_run as single
 import pytest
 import torch
 import torch.distributed
-from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
 
 from launching import run_processes
 from rsa_hf import param_groups, rsa_report
-from rsa_hf.training import shard_rsa_heads
 from small_runs import assert_same_weights
 
 
@@ -82,13 +80,6 @@ def test_reports_and_saved_models_have_all_parameters(sharded):
 def test_ram_efficient_loading_is_refused(sharded):
     for rank in (0, 1):
         assert "Set it to false" in json.loads((sharded / f"refused-{rank}.json").read_text())
-
-
-def test_without_fsdp_shard_rsa_heads_does_nothing():
-    model = single.language_model()
-    before = type(model.model.layers[0].self_attn.rsa)
-    shard_rsa_heads(model, Accelerator(cpu=True))
-    assert type(model.model.layers[0].self_attn.rsa) is before
 
 
 def test_a_model_sharded_on_the_meta_device_starts_where_the_plan_says(one_process):
