@@ -35,8 +35,8 @@ SEGMENT, BATCH = 64, 8  # tokens in a segment and in the memory of Transformer-X
 # By size: texts, steps and learning rates.
 PLAN: dict[Size, tuple[tuple[str, ...], int, tuple[float, ...]]] = {
     "toy": (("python",), 60, (1e-2,)),
-    "quick": (("text8",), 150, (5e-3, 1e-2)),
-    "full": (("enwik8", "text8"), 2000, (3e-3, 1e-2, 3e-2)),
+    "quick": (("text8",), 150, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)),
+    "full": (("enwik8", "text8"), 2000, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)),
 }
 EVAL_BYTES: dict[Size, int] = {"toy": 4_000, "quick": 12_000, "full": 100_000}
 

@@ -28,10 +28,10 @@ SETTINGS: dict[Size, dict[str, int]] = {
     "quick": {"longest": 50, "train": 1000, "test": 100, "steps": 300, "batch": 16, "width": 32, "layers": 1},
     "full": {"longest": 50, "train": 10_000, "test": 1000, "steps": 2000, "batch": 32, "width": 64, "layers": 2},
 }
-# Languages, variants and learning rates. Toy and quick runs have one learning rate for all variants.
+# Languages, variants and learning rates.
 CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
     "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
-    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (1e-2,)),
+    "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)),
     "full": (tuple(LANGUAGES), VARIANTS, (3e-3, 1e-2)),
 }
 

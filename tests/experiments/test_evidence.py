@@ -127,14 +127,17 @@ def test_counts_of_bytes_are_ahead_where_the_pages_say_so(name):
         )
 
 
-@pytest.mark.parametrize("name", ["defaults", "confirmation", "rivals", "recall"])
-def test_no_learning_rate_is_chosen_at_an_edge(name):
-    experiment = find_experiment(name)
-    for folder in (ROOT / FOLDER / name).glob("*/configuration.json"):
-        covered = json.loads(folder.read_text(encoding="utf-8"))
-        runs = [run for run in read_runs(folder.parent).values() if run.settings in covered["cells"]]
-        at_an_edge, chosen = experiment.edges(runs)
-        assert at_an_edge == 0 < chosen
+AT_EDGES = re.compile(r"calibrate|synthetic|(forecasting|regular-languages)/full|(code-encoder|defect)/quick")
+RESULTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / FOLDER).glob("*/*"))
+
+
+@pytest.mark.parametrize("result", [name for name in RESULTS if not AT_EDGES.match(name)])
+def test_no_learning_rate_is_chosen_at_an_edge(result):
+    experiment, folder = find_experiment(result.partition("/")[0]), ROOT / FOLDER / result
+    covered = json.loads((folder / "configuration.json").read_text(encoding="utf-8"))
+    runs = [run for run in read_runs(folder).values() if run.settings in covered["cells"]]
+    at_an_edge, chosen = experiment.edges(runs)
+    assert at_an_edge == 0 < chosen
     worst = [run for run in runs if run.settings["learning_rate"] == runs[0].settings["learning_rate"]]
     assert experiment.edges(worst)[0] > 0  # with one rate tried it is at an edge
 
