@@ -87,15 +87,16 @@ class LayerSpec:
 class RSAConfig:
     """The RSA heads that `patch_model` puts on a model.
 
-    Without counts, half of the heads of every layer (at least one) become RSA heads: cyclical pairs, and one regular
-    head if their number is odd. Counts are for each patched layer. RSA heads are a layer's first ones, in the order
-    regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6, section 3); the i-th cos head
-    and the i-th sin head are a pair, and share (ν, θ). `heads` names single heads instead.
+    Without counts, half of the heads of every layer (at least one; `share_of_heads`) become RSA heads: cyclical pairs,
+    and one regular head if their number is odd. Counts are for each patched layer. RSA heads are a layer's first ones,
+    in the order regular, cos, sin, dilated regular, dilated cos, dilated sin (the paper's k1 … k6, section 3); the
+    i-th cos head and the i-th sin head are a pair, and share (ν, θ). `heads` names single heads instead.
 
     The defaults change a pretrained model little. `rsa_hf.calibrate` makes such a model better (RESULTS.md): it names
     the heads on which recurrence helps. A model trained from scratch learns faster with `RSAConfig.from_scratch`.
 
     Args:
+        share_of_heads: the share of a layer's heads that become RSA heads, if no counts are given.
         num_regular: number of regular REM heads, k1 (λ = tanh η).
         num_cyclical_pairs: number of cos/sin pairs, k2 = k3 (γ = sigmoid ν, θ).
         num_dilated_regular: number of dilated regular heads, k4.
@@ -140,6 +141,7 @@ class RSAConfig:
     parameter_scale: float = 20.0
     num_free_lags: int = 0
     heads: tuple[HeadConfig, ...] | None = None
+    share_of_heads: float = 0.5
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -169,23 +171,24 @@ class RSAConfig:
         object.__setattr__(self, "layers", layers)
 
     @classmethod
-    def from_scratch(cls, num_heads: int) -> "RSAConfig":
-        """The config for a model that is trained from random weights, with `num_heads` attention heads in each layer.
+    def from_scratch(cls, num_heads: int | None = None) -> "RSAConfig":
+        """The config for a model that is trained from random weights.
 
         All heads are RSA heads in cyclical pairs (an odd one is regular), with the first two lags free. Gates start at
         σ(1), ν at 0 (a memory of few tokens), and θ is spread over (0, π). Gates and rates learn as fast as the
         weights. A rule chose this config over other starts, forms and paces: `python -m experiments defaults`.
+
+        With `num_heads`, the number of attention heads in each layer, the config has counts.
         """
-        _check("num_heads", num_heads)
-        return cls(
-            num_regular=num_heads % 2,
-            num_cyclical_pairs=num_heads // 2,
+        config = cls(
+            share_of_heads=1.0,
             gate_init=1.0,
             nu_init=0.0,
             theta_init=(0.0, math.pi),
             num_free_lags=2,
             parameter_scale=1.0,
         )
+        return config if num_heads is None else config.resolved([_check("num_heads", num_heads)])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RSAConfig":
@@ -198,6 +201,8 @@ class RSAConfig:
         values = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
         if not self.num_free_lags:
             del values["num_free_lags"]  # earlier versions do not know this key
+        if self.share_of_heads == RSAConfig.share_of_heads:
+            values.pop("share_of_heads", None)  # nor this, and plans are written with counts
         if self.heads is not None:
             values["heads"] = [{k: v for k, v in vars(head).items() if v is not None} for head in self.heads]
         return values
@@ -232,7 +237,7 @@ class RSAConfig:
         counts = {self._counts(num_heads.index(H), H) for H in dict.fromkeys(num_heads)}
         if len(counts) == 1:
             written_out: dict[str, Any] = dict(zip(COUNTS, counts.pop(), strict=True))
-            return replace(self, **written_out)
+            return replace(self, share_of_heads=RSAConfig.share_of_heads, **written_out)
         layers = zip(self.layers or range(len(num_heads)), num_heads, strict=True)
         heads = tuple(head for layer, H in layers for head in self.counted_heads(layer, H))
         return RSAConfig(heads=heads, **{name: getattr(self, name) for name in _WITH_HEADS})
@@ -243,8 +248,8 @@ class RSAConfig:
         if all(getattr(self, name) is None for name in COUNTS):
             if num_heads is None:
                 raise ValueError("a config without counts needs the number of heads of every layer. Give the counts.")
-            half = max(1, num_heads // 2)
-            k1, k2 = half % 2, half // 2
+            count = max(1, int(num_heads * self.share_of_heads))
+            k1, k2 = count % 2, count // 2
         used, limit = k1 + 2 * k2 + k4 + 2 * k5, num_heads or MAX_HEADS
         if not 1 <= used <= limit:
             asked = ", ".join(f"{name}={count}" for name, count in zip(COUNTS, (k1, k2, k4, k5), strict=True))
@@ -335,6 +340,7 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "dilation": (int, 1, 65_536),
     **dict.fromkeys(("gate_init", "nu_init", "theta_init", "theta", "free_lags"), (float, -1e6, 1e6)),
     "parameter_scale": (float, 1e-6, 1e6),
+    "share_of_heads": (float, 0, 1),
     "decay": (float, -1, 1),
     "gate": (float, 0, 1),
     **dict.fromkeys(("gate_per_head", "causal"), (bool, False, True)),

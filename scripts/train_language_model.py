@@ -75,7 +75,7 @@ def load_model(args):
             config.update_from_string(args.config_overrides)
         model = AutoModelForCausalLM.from_config(config)
     if args.rsa == "from_scratch":  # RSA: before the optimiser is made
-        patch_model(model, RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads))
+        patch_model(model, RSAConfig.from_scratch())
     elif args.rsa != "none":
         patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
     return model, tokenizer

@@ -51,7 +51,8 @@ def test_layers_of_unequal_sizes_are_saved_as_named_heads():
 
 @pytest.mark.parametrize(("heads", "regular", "pairs"), [(1, 1, 0), (2, 0, 1), (7, 1, 3), (8, 0, 4)])
 def test_from_scratch_takes_all_heads(heads, regular, pairs):
-    (spec,) = RSAConfig.from_scratch(heads).layer_specs([heads])
+    (spec,) = RSAConfig.from_scratch().layer_specs([heads])
+    assert RSAConfig.from_scratch().resolved([heads]) == RSAConfig.from_scratch(heads)
     assert columns(spec)[0] == ("regular",) * regular + ("cos",) * pairs + ("sin",) * pairs
     assert spec.mu == pytest.approx([1])
     assert spec.nu == pytest.approx([0] * pairs)

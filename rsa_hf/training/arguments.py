@@ -73,7 +73,7 @@ class ModelArguments:
 
 @dataclass
 class RSAArguments:
-    """The RSA heads of a run: `config`, or `RSAConfig.from_scratch`, or what `calibrate` chooses, or none."""
+    """The RSA heads of a run: `config`, or what `calibrate` chooses, or none."""
 
     rsa: dict[str, Any] | str | None = HfArg(
         default_factory=dict,
@@ -84,9 +84,9 @@ class RSAArguments:
     def __post_init__(self) -> None:
         self.config: RSAConfig | None = None
         self.calibrate: CalibrationSettings | None = None
-        self.is_from_scratch = self.rsa == "from_scratch"
-        if isinstance(self.rsa, str) and not self.is_from_scratch:
+        if isinstance(self.rsa, str):
             known: dict[str, Any] = {"none": None, "null": None, "calibrate": {"calibrate": {}}}
+            known["from_scratch"] = RSAConfig.from_scratch().to_dict()
             self.rsa = known[self.rsa] if self.rsa in known else as_mapping("rsa", self.rsa)
         if not isinstance(self.rsa, dict):
             return

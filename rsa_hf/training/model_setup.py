@@ -180,14 +180,8 @@ def patch_for_run(
     if is_patched(model) and "rsa" not in run.given:
         return {}
     if settings is None:
-        config = run.rsa.config
-        if run.rsa.is_from_scratch:
-            try:
-                config = RSAConfig.from_scratch(model.config.get_text_config().num_attention_heads)
-            except (AttributeError, ValueError) as error:
-                raise ValueError(f"rsa: from_scratch: {error!s:.200} Give the fields of RSAConfig.") from error
-        if config is not None:
-            patch_model(model, config)
+        if run.rsa.config is not None:
+            patch_model(model, run.rsa.config)
         elif is_patched(model):
             raise ValueError("rsa: none, but the checkpoint has RSA heads. Leave rsa out to train them.")
         return {}

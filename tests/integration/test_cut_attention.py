@@ -86,9 +86,7 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
     assert tried > len(calls) - tried == len(set(calls))
 
 
-class OwnEager(LlamaAttention):
-    """Does not ask the interface for eager attention, as some code on the Hub."""
-
+class OwnEager(LlamaAttention):  # as some code on the Hub
     def forward(self, hidden_states, *args, **keywords):
         if self.config._attn_implementation == "eager":
             return hidden_states, None

@@ -27,8 +27,8 @@ def test_the_configs_are_read(path):
     run = read_arguments([str(path)], data)
     written = yaml.safe_load(path.read_text())
     assert run.training.learning_rate == float(written["learning_rate"])
-    assert run.rsa.is_from_scratch is (written["rsa"] == "from_scratch")
-    assert run.rsa.config == (RSAConfig.from_dict(written["rsa"]) if isinstance(written["rsa"], dict) else None)
+    rsa = RSAConfig.from_scratch().to_dict() if written["rsa"] == "from_scratch" else written["rsa"]
+    assert run.rsa.config == (None if rsa is None else RSAConfig.from_dict(rsa))
 
 
 def test_keys_and_defaults_are_those_of_training_arguments(tmp_path):

@@ -189,7 +189,7 @@ def test_a_language_model_is_scored_alike_by_its_run_and_by_evaluate(tmp_path, t
         (["train", "lm", "--max_steps=1", "CONFIG"], "a CONFIG comes before all keys"),
         (["train", "lm", "CONFIG", "--config_overrides={}", "--model_type=bert"], "sees the tokens that it predicts"),
         (["train", "lm", "CONFIG", "--config_overrides={d_model: wide}", "--model_type=transfo-xl"], "d_model"),
-        (["train", "lm", "CONFIG", "--config_overrides={hidden_size: 8}", "--model_type=recurrent"], "from_scratch"),
+        (["train", "lm", "CONFIG", "--config_overrides={hidden_size: 8}", "--model_type=recurrent"], "be patched"),
         (["train", "lm", "absent.yaml"], "absent.yaml"),
         (["train", "lm", "CONFIG", "--rsa=none", "--model_name_or_path=PATCHED"], "the checkpoint has RSA heads"),
         (["train", "defect", "--dataloader_drop_last", "true"], "would leave functions out of the scores"),
