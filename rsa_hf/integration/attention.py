@@ -22,11 +22,11 @@ from rsa_hf.integration import trial, what_fits
 from rsa_hf.integration.architectures.table import ARCHITECTURES, Architecture
 from rsa_hf.integration.paged import paged_attention_with_rsa
 from rsa_hf.integration.positions import (
-    latest_start,
     positions_of_queries,
     require_all_keys,
     require_no_gaps,
     require_own_keys,
+    start_of_queries,
     warn_of_gaps,
 )
 from rsa_hf.integration.split_layers import layer_shape, run_heads
@@ -75,6 +75,9 @@ def _attention_with_rsa(
         return base(module, query, key, value, attention_mask, *args, **keywords)
     if not torch.compiler.is_compiling():
         trial.state.asked = id(module)
+    elif rsa is not None and _require_asked in module._forward_hooks.values():
+        # A graph cannot write to the state of a thread.
+        module._rsa_in_graph = True  # type: ignore[assignment]
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -102,7 +105,6 @@ def _attention_with_rsa(
         require_own_keys(module, S)
         is_known = attention_mask is not None or T == 1 or masks in (*_WITH_WINDOWS, _FLASH_MASKS)
         aligned_top_left = masks is _SDPA_MASKS if is_known else trial.is_aligned_top_left(attend, query, value)
-    positions = positions_of_queries(module, keywords, T, S) if has_more_keys or attention_mask is not None else None
     mixed = mix_recurrence(
         module,
         result[0] if foreign is None else trial.attention_output(result, implementation, query, value),
@@ -111,7 +113,8 @@ def _attention_with_rsa(
         causal,
         aligned_top_left=aligned_top_left,
         flash=None if masks in _WITH_WINDOWS else keywords,
-        positions=positions,
+        positions=positions_of_queries(module, keywords) if has_more_keys or attention_mask is not None else None,
+        start=start_of_queries(keywords, T) if 1 < T < S else None,
     )
     return mixed, result[1]
 
@@ -141,11 +144,11 @@ def connect(model: nn.Module) -> None:
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # that of the innermost owner
     for module in model.modules():
+        is_known = type(module).__module__.startswith(trial.OWN) or _require_asked in module._forward_hooks.values()
+        if heads_of(module) is not None and not is_known:
+            module.register_forward_hook(_require_asked)
         row = architecture_of(module)
         if row is None:
-            is_known = type(module).__module__.startswith(trial.OWN)
-            if heads_of(module) is not None and not is_known and _require_asked not in module._forward_hooks.values():
-                module.register_forward_hook(_require_asked)
             continue
         wrap_class(row.path, row.name)
         if (heads := heads_of(module)) is not None:
@@ -156,9 +159,11 @@ def connect(model: nn.Module) -> None:
 
 
 def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
-    """Check, after its forward, that a module with RSA heads got its attention function from the interface."""
-    is_compiled = torch.compiler.is_compiling() or hasattr(module.forward, "_torchdynamo_orig_callable")
-    if is_compiled or heads_of(module) is None or trial.state.asked == id(module):
+    """Check, after its forward, that RSA heads took part in a module's attention, unless it was compiled."""
+    if heads_of(module) is None or torch.compiler.is_compiling() or hasattr(module, "_rsa_in_graph"):
+        return
+    asked, trial.state.asked = trial.state.asked, None
+    if asked == id(module):
         return
     raise RuntimeError(
         f"the RSA heads of this {type(module).__name__} took no part in its forward: its code computes attention "
@@ -171,6 +176,7 @@ def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
 def disconnect(model: nn.Module) -> None:
     """Remove the checks of `connect` from the modules of a model."""
     for module in model.modules():
+        vars(module).pop("_rsa_in_graph", None)
         for key in [key for key, hook in module._forward_hooks.items() if hook is _require_asked]:
             del module._forward_hooks[key]
 
@@ -199,6 +205,8 @@ def wrap_class(path: str, name: str) -> Architecture:
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
+        if not torch.compiler.is_compiling():
+            trial.state.asked = id(self)
 
         def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
             assert calls is not None
@@ -233,14 +241,16 @@ def mix_recurrence(
     sliding_window: int | None = None,
     flash: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
+    start: int | None = None,
 ) -> Tensor:
     """Mix P V into the output of attention, [B, T, H, D], if the module has RSA heads.
 
     V, [B, Hv, S, D], includes cached positions or memories. The plan's direction overrides `causal`, that of the call.
     `mask` says which keys are seen, as in `read_attention_mask`; `sliding_window`, or `flash`, the keywords of a call
     of flash attention, say what it does not. `positions`, [B or 1, T], are those of the queries in their texts, if the
-    cache keeps all keys. Raises a ValueError if nothing says whether attention is causal, the layer has other heads
-    than when it was patched, the cache has lost keys, or there is padding between keys.
+    cache keeps all keys; `start` is the first of them in any case. Raises a ValueError if nothing says whether
+    attention is causal, the layer has other heads than when it was patched, the cache has lost keys, or there is
+    padding between keys.
     """
     rsa = heads_of(module)
     if rsa is None:
@@ -266,7 +276,7 @@ def mix_recurrence(
         aligned_top_left=aligned_top_left,
         sliding_window=sliding_window,
         document_ids=document_ids,
-        start=latest_start(positions) if positions is not None and 1 < attention.shape[1] < value.shape[2] else None,
+        start=start,
     )
     if not causal:
         warn_of_gaps(visible)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from rsa_hf.ops.mask import AttentionMask, remembered
-from rsa_hf.ops.read_mask import FIRST_POSITION
 from rsa_hf.rem import is_recorded, is_transformed
 
+# Positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index).
+_LARGEST_FIRST_POSITION = 2
 _FAR = 2**40  # beyond all positions
 
 _PADDED = (
@@ -34,19 +35,24 @@ def require_own_keys(module: nn.Module, key_length: int) -> None:
         )
 
 
-def positions_of_queries(
-    module: nn.Module, keywords: Mapping[str, Any], query_length: int, key_length: int
-) -> Tensor | None:
-    """Positions of the queries in texts whose keys are all there, [B or 1, T]; None if they are not known."""
+def positions_of_queries(module: nn.Module, keywords: Mapping[str, Any]) -> Tensor | None:
+    """Positions of the queries, [B or 1, T], from which `require_all_keys` can judge the keys; None if it cannot."""
     positions = keywords.get("position_ids")
     if type(positions) is not Tensor or positions.dim() != 2 or "cache" in keywords:
         return None  # M-RoPE has several axes, and a paged cache several texts
     # Not read as an attribute: a config whose layers differ refuses that.
     of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
-    window = keywords.get("sliding_window", of_config) or key_length + 1
-    if positions.shape[1] != query_length or key_length >= window or torch.compiler.is_compiling() or is_transformed():
-        return None  # a full window drops keys; a graph or a transform has no values to look at
+    if keywords.get("sliding_window", of_config) or torch.compiler.is_compiling() or is_transformed():
+        return None  # a window drops keys; a graph or a transform has no values to look at
     return positions
+
+
+def start_of_queries(keywords: Mapping[str, Any], query_length: int) -> int | None:
+    """Position of the first query by `position_ids`, if attention is given them and they can be looked at."""
+    positions = keywords.get("position_ids")
+    if type(positions) is not Tensor or positions.dim() != 2 or positions.shape[1] != query_length:
+        return None
+    return None if is_recorded() or is_transformed() else remembered(_latest_start, positions)
 
 
 def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
@@ -57,17 +63,20 @@ def require_all_keys(mask: AttentionMask, positions: Tensor) -> None:
     """
     T, device = mask.query_length, positions.device.type
     # A single query on a GPU is not checked: decoding would wait for the device at each token.
-    if T == 1 and device != "cpu":
+    if positions.shape[1] != T or (T == 1 and device != "cpu"):
         return
     slot = mask.query_offset if mask.query_position is None else int(mask.query_position)
     if slot > 0:
         # Looking at a few numbers takes less time than remembering them.
-        position = max(positions.tolist())[0] if T == 1 else latest_start(positions)
-        if position > slot + FIRST_POSITION:
+        position = max(positions.tolist())[0] if T == 1 else remembered(_latest_start, positions)
+        # A block of queries that all see each other may look like one query followed by padding.
+        shown = mask.key_mask if mask.visible is None else mask.visible
+        is_early = T > 1 and shown is not None and position < slot - remembered(_first_seen, shown)
+        if is_early or position > slot + _LARGEST_FIRST_POSITION:
             raise ValueError(
                 f"position_ids: a query is at position {position} of its text, but at slot {slot} of its cache, as if "
                 "the cache had dropped keys, or had others. RSA counts distances in slots: use a cache that keeps all "
-                "keys, or unpatch_model(model). position_ids must start at 0."
+                "keys, or one of another length, or unpatch_model(model). position_ids must start at 0."
             )
     if T > 1 and mask.visible is not None and remembered(_is_tree, positions, mask):
         raise ValueError(
@@ -146,10 +155,11 @@ def _steps_and_gaps(keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     return steps, (steps >= keys.cumsum(1)[:, slots]) & keys[:, slots]
 
 
-def latest_start(positions: Tensor) -> int:
-    """Position of the first query, counted back from the query that is farthest ahead, of positions [B or 1, T]."""
-    return remembered(_latest_start, positions)
+def _first_seen(shown: Tensor) -> int:
+    """The first slot that is seen in any row, of [B, S] or [B, H, T, S]."""
+    return int(shown.flatten(0, -2).any(0).int().argmax())
 
 
 def _latest_start(positions: Tensor) -> int:
+    """Position of the first query, counted back from the query that is farthest ahead."""
     return int((positions - torch.arange(positions.shape[1], device=positions.device)).max())

@@ -21,8 +21,6 @@ from rsa_hf.rem import is_recorded, is_transformed
 # added; anything above is only a bias.
 HIDDEN_AT_OR_BELOW = -9e3
 
-FIRST_POSITION = 2  # at most: positions count from 0, from 1 (PaliGemma) or from 2 (RoBERTa, after its padding index)
-
 
 def read_attention_mask(
     attention: Tensor,
@@ -48,7 +46,7 @@ def read_attention_mask(
             last T positions (eager, flash attention). A single query sees every key under both.
         sliding_window: number of positions that a query sees back, itself included, if no mask shows it.
         document_ids: id of each key's packed document, [B, S], if no mask shows it.
-        start: position of the first query in its text, if it is known.
+        start: position of the first query by `position_ids`, if they are known.
 
     Returns:
         Which keys each query sees.
@@ -225,7 +223,7 @@ def read_traced(mask: AttentionMask) -> AttentionMask:
 def read_mask(mask: Tensor, T: int, S: int, causal: bool, start: int | None = None) -> AttentionMask:
     """Read a 4-D mask, [B or 1, H or 1, T or 1, S or more]; a ValueError if its shape does not fit.
 
-    `start` is the position of the first query in its text, if it is known (`query_position`).
+    `start` is the position of the first query by `position_ids`, if they are known.
     """
     visible = as_boolean(mask, T, S)
     if mask.is_meta:
@@ -293,9 +291,9 @@ def query_position(visible: Tensor, T: int, S: int, causal: bool, start: int | N
 
     If the first query sees as far as any other, as in one prefix, the mask is the same however much of its end is
     padding. Then the last query that sees anything is taken for a token, at the last visible key. The first query is
-    taken instead, and all queries after it are padding, if its position in its text, `start`, is not before that key,
-    and there are cached keys: more than FIRST_POSITION by `start`, or a cache without free slots has it at that key,
-    and the layer is causal or the cache had as many keys before as there are queries.
+    taken instead, and all queries after it are padding, if a cache without free slots has it at that key, and the
+    layer is causal or the cache had as many keys before as there are queries; but not if `start`, its position by
+    `position_ids`, which may count padding on the left or not, is that of the other place alone.
     """
     visible = visible.expand(-1, -1, T, S).flatten(0, 1)
     slots = torch.arange(S, device=visible.device)
@@ -311,7 +309,8 @@ def query_position(visible: Tensor, T: int, S: int, causal: bool, start: int | N
     last_query = torch.where(visible.any(dim=2).any(dim=0), torch.arange(T, device=visible.device), 0).max()
     is_determined = (misfits[0] & (slots == last)).any()
     is_first = (last == S - T) & (causal | (last >= T))
+    other = (last - last_query).clamp(0, S - T)
     if start is not None:
-        slot = start + seen.any(dim=0).int().argmax()  # positions do not count padding on the left
-        is_first = (slot >= last) & (is_first | (start > FIRST_POSITION))
-    return torch.where(is_determined | is_first, fitting, (last - last_query).clamp(0, S - T))
+        unpadded = start + seen.any(dim=0).int().argmax()
+        is_first &= (last == start) | (last == unpadded) | ((other != start) & (other != unpadded))
+    return torch.where(is_determined | is_first, fitting, other)

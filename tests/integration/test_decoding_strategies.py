@@ -223,27 +223,28 @@ def test_tokens_of_an_image_that_see_ahead_agree_with_and_without_a_cache(attent
     assert float((uncached(model, inputs) - expected)[real].abs().max()) > 1e-2  # images do see ahead
     if cache == "static":
         monkeypatch.setattr("rsa_hf.ops.read_mask.query_position", farthest)
-        assert gap() > 1e-2
+        with pytest.raises(ValueError, match=r"position 0 .* slot 3 "):
+            gap()
 
 
 @pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("padding", [0, 2])
 @torch.no_grad()
-def test_positions_tell_a_block_that_sees_itself_from_a_token_and_padding(window, monkeypatch):
+def test_positions_tell_a_block_that_sees_itself_from_a_token_and_padding(window, padding, monkeypatch):
     model = widen(AutoModelForCausalLM.from_config(tiny_config("mistral", sliding_window=window)))
     model, ids = patch_model(model, FULL_PLAN), tokens(1, 8)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
-    mask[4:, 4:] = True
-    block, token = model(ids, attention_mask=mask[None, None]).logits[:, 4:], model(ids[:, :5]).logits[:, 4:]
+    mask[4:, 4:], mask[:, :padding] = True, False
+    expected = model(ids, attention_mask=mask[None, None]).logits[:, 4:]
 
-    def error(expected, seen):
-        cache = StaticCache(config=model.config, max_cache_len=11)
-        model(ids[:, :4], past_key_values=cache)
-        mask = (torch.arange(11) < seen).expand(1, 1, 4, 11)
-        found = model(ids[:, 4:], past_key_values=cache, attention_mask=mask, position_ids=torch.arange(4, 8)[None])
-        return float((found.logits[:, : expected.shape[1]] - expected).abs().max())
+    def error(slots):
+        cache = StaticCache(config=model.config, max_cache_len=slots)
+        model(ids[:, :4], past_key_values=cache, attention_mask=(torch.arange(4) >= padding)[None])
+        seen = torch.arange(slots).sub(padding).ge(0) & (torch.arange(slots) < 8)
+        found = model(ids[:, 4:], past_key_values=cache, attention_mask=seen.expand(1, 1, 4, -1)).logits
+        return float((found - expected).abs().max())
 
-    assert max(error(block, 8), error(token, 5)) < 1e-5
-    monkeypatch.setattr("rsa_hf.integration.attention.latest_start", lambda _: None)
-    assert error(block, 8) > 1e-2
-    with pytest.raises(ValueError, match="position 4 .* slot 1 "):
-        error(token, 5)
+    assert max(error(11), error(14)) < 1e-5
+    monkeypatch.setattr("rsa_hf.integration.attention.start_of_queries", lambda *_: None)
+    with pytest.raises((ValueError, AssertionError)):  # refused without a window
+        assert error(11) < 1e-2
