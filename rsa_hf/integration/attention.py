@@ -73,11 +73,8 @@ def _attention_with_rsa(
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
     if (rsa := heads_of(module)) is None and trial.state.calls is None:
         return base(module, query, key, value, attention_mask, *args, **keywords)
-    if not torch.compiler.is_compiling():
-        trial.state.asked = id(module)
-    elif rsa is not None and _require_asked in module._forward_hooks.values():
-        # A graph cannot write to the state of a thread.
-        module._rsa_in_graph = True  # type: ignore[assignment]
+    if module._forward_hooks:
+        _note_asked(module)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -158,6 +155,14 @@ def connect(model: nn.Module) -> None:
             module._old_forward = type(module).forward.__get__(module)
 
 
+def _note_asked(module: nn.Module) -> None:
+    """Let `_require_asked` know that the RSA heads of a module take part in its attention."""
+    if not torch.compiler.is_compiling():
+        trial.state.asked = id(module)
+    elif _require_asked in module._forward_hooks.values():  # a graph cannot write to the state of a thread
+        module._rsa_in_graph = True  # type: ignore[assignment]
+
+
 def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
     """Check, after its forward, that RSA heads took part in a module's attention, unless it was compiled."""
     if heads_of(module) is None or torch.compiler.is_compiling() or hasattr(module, "_rsa_in_graph"):
@@ -205,8 +210,8 @@ def wrap_class(path: str, name: str) -> Architecture:
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
-        if not torch.compiler.is_compiling():
-            trial.state.asked = id(self)
+        if self._forward_hooks:
+            _note_asked(self)
 
         def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
             assert calls is not None
