@@ -1,5 +1,6 @@
 """Variants of a model compared: each at its best learning rate, and seed by seed."""
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,14 @@ def difference_by_part(arms: Collection[str], rival: str, name: str) -> Column:
 
 
 def ratio(arms: Collection[str], rival: str, name: str) -> Column:
-    """A value of some variants over that of a rival; infinite where a variant diverged."""
-    return compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) / other.values[name])
+    """A value of some variants over that of a rival; infinite where a variant diverged; none if both are in all runs."""
+    of_runs = compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) / other.values[name])
+
+    def column(case: Case, arm: str) -> Any:
+        ratios = of_runs(case, arm)
+        return None if ratios is None or all(map(math.isnan, ratios)) else ratios
+
+    return column
 
 
 @dataclass(frozen=True)
