@@ -24,7 +24,7 @@ from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
 from rsa_hf.layer import RSAHeads
-from rsa_hf.saved_plan import SavedPlan, differences, name_in_files, read_plan, with_parts, write_plan
+from rsa_hf.saved_plan import SavedPlan, differences, name_in_files, read_plan, text_config, with_parts, write_plan
 from rsa_hf.utils.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -306,11 +306,12 @@ def _default_inputs(base: nn.Module) -> dict[str, Any]:
             "a small input on which the model runs."
         )
     config: Any = base.config
-    text = config.get_text_config()
+    text = text_config(config)
     special = token_ids(getattr(text, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id"))
     token = next(token for token in range(len(special) + 1) if token not in special)
     device = next((p.device for p in base.parameters()), torch.device("cpu"))
     inputs = {"input_ids": torch.full((1, PROBE_LENGTH), token, device=device)}
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
-        inputs["decoder_input_ids"] = torch.full((1, PROBE_DECODER_LENGTH), token, device=device)
+        rows = getattr(text, "num_codebooks", 1)  # MusicGen reads a row of sound as one row for each codebook
+        inputs["decoder_input_ids"] = torch.full((rows, PROBE_DECODER_LENGTH), token, device=device)
     return inputs

@@ -153,3 +153,11 @@ def saved_plans(config: PreTrainedConfig) -> list[Any]:
 def with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """A config and the configs in it."""
     return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
+
+
+def text_config(config: Any) -> Any:
+    """The config of a model's text part; of several that of the decoder (MusicGen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)

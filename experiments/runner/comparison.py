@@ -82,7 +82,7 @@ def ratio(arms: Collection[str], rival: str, name: str) -> Column:
     of_runs = compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) / other.values[name])
 
     def column(case: Case, arm: str) -> Any:
-        ratios = of_runs(case, arm)
+        ratios: Any = of_runs(case, arm)
         return None if ratios is None or all(map(math.isnan, ratios)) else ratios
 
     return column

@@ -173,9 +173,10 @@ def _require_matching_keys(model: PreTrainedModel, loading_info: Any) -> None:
             problems.append(f"{key} has shape {tuple(found)} in the checkpoint, but the plan needs {tuple(expected)}")
     if problems:
         raise ValueError(
-            f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights together "
-            "with the config.json they were saved with; to add RSA to a plain checkpoint, load it plain and call "
-            "patch_model. An adapter that this transformers does not load itself: rsa_hf.peft.load."
+            f"the RSA weights do not fit the plan in config.rsa ({'; '.join(problems)}). Load the weights with the "
+            "class and the config.json they were saved with (a tower can be taken from the loaded model); to add RSA "
+            "to a plain checkpoint, load it plain and call patch_model. An adapter that this transformers does not "
+            "load itself: rsa_hf.peft.load."
         )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.children import is_peft_wrapper, rsa_modules
-from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, lock_of, read_plan, saved_plans, write_plan
+from rsa_hf.saved_plan import RSA_KEY, SavedPlan, differences, lock_of, read_plan, saved_plans, text_config, write_plan
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.text import shorten
 
@@ -120,7 +120,7 @@ def _is_sample(values: Any) -> bool:
 
 def describe_base(model: PreTrainedModel) -> dict[str, Any]:
     """`base` for a model, patched or plain, with adapters or without."""
-    text: Any = model.config.get_text_config()
+    text = text_config(model.config)
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
     # Trained parameters, such as biases with LoRA, are no longer those of the base model.
     frozen = [(name, matrix) for name, matrix in _matrices(model).items() if not matrix.requires_grad]
