@@ -6,11 +6,20 @@ import math
 import pytest
 import torch
 from torch.nn.utils import prune
-from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, EncoderDecoderConfig, EncoderDecoderModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertLMHeadModel,
+    EncodecConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    MusicgenConfig,
+    MusicgenForConditionalGeneration,
+)
 
 from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, build, inputs, move_rates, tiny_config, tokens
 from model_state import assert_refused, assert_same_state, state_of
-from rsa_hf import RSAConfig, is_patched, patch_model, unpatch_model
+from rsa_hf import RSAConfig, is_patched, patch_model, peft, unpatch_model
 from rsa_hf.checks import examine
 from rsa_hf.saved_plan import saved_plans
 
@@ -52,6 +61,16 @@ def test_patching_again_does_nothing_with_the_same_plan_and_is_refused_with_anot
     with pytest.raises(ValueError, match=r"modules: h.0.attn, h.1.attn → h.1.attn"):
         patch_model(model, RSAConfig(**FULL_PLAN, layers=[1]))
     assert_same_state(model, before)
+
+
+def test_a_model_with_two_text_configs_is_probed_and_takes_adapters(tmp_path):
+    sound = EncodecConfig(hidden_size=16, num_filters=4, codebook_size=64, codebook_dim=16)
+    parts = {"text_encoder": CONFIGS["t5"](), "audio_encoder": sound, "decoder": tiny_config("musicgen_decoder")}
+    config = MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
+    model = MusicgenForConditionalGeneration(config)
+    peft.get_peft_model(copy.deepcopy(model), rsa_config=FULL_PLAN).save_pretrained(tmp_path)
+    peft.load(model, tmp_path)
+    assert len(model.config.rsa["modules"]) == 4
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])

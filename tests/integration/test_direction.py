@@ -117,10 +117,11 @@ def test_probes_of_equal_lengths_put_no_heads_on_cross_attention(family, tmp_pat
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_module_inside_cross_attention_gets_no_heads():
+@pytest.mark.parametrize("sound", [(1, 6, 32), (2, 4, 32)])
+def test_a_module_inside_cross_attention_gets_no_heads(sound):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     config = Blip2QFormerConfig(**sizes, hidden_size=32, encoder_hidden_size=32)
-    probe = {name: torch.randn(1, 6, 32) for name in ("query_embeds", "encoder_hidden_states")}
+    probe = {"query_embeds": torch.randn(1, 6, 32), "encoder_hidden_states": torch.randn(sound)}
     model = patch_model(Blip2QFormerModel(config), RSAConfig(num_regular=1), probe_inputs=probe)
     assert [name.split(".")[3] for name in model.config.rsa["modules"]] == ["attention", "attention"]
 
