@@ -24,14 +24,7 @@ import torch.distributed
 import transformers.utils.hub
 from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    PreTrainedTokenizerFast,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import rsa_hf  # noqa: F401  (installs the hooks)
 from families import VOCAB
@@ -165,4 +158,4 @@ def tokenizer():
     words = ["[PAD]", "<s>", "</s>", "[UNK]", *(f"w{i}" for i in range(4, VOCAB))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")

@@ -5,17 +5,9 @@ import math
 
 import pytest
 import torch
+import transformers
 from torch.nn.utils import prune
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertLMHeadModel,
-    EncodecConfig,
-    EncoderDecoderConfig,
-    EncoderDecoderModel,
-    MusicgenConfig,
-    MusicgenForConditionalGeneration,
-)
+from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, EncoderDecoderConfig, EncoderDecoderModel
 
 from families import ATTENTIONS, CONFIGS, FAMILIES, FULL_PLAN, build, inputs, move_rates, tiny_config, tokens
 from model_state import assert_refused, assert_same_state, state_of
@@ -64,10 +56,10 @@ def test_patching_again_does_nothing_with_the_same_plan_and_is_refused_with_anot
 
 
 def test_a_model_with_two_text_configs_is_probed_and_takes_adapters(tmp_path):
-    sound = EncodecConfig(hidden_size=16, num_filters=4, codebook_size=64, codebook_dim=16)
+    sound = transformers.EncodecConfig(hidden_size=16, num_filters=4, codebook_size=64, codebook_dim=16)
     parts = {"text_encoder": CONFIGS["t5"](), "audio_encoder": sound, "decoder": tiny_config("musicgen_decoder")}
-    config = MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
-    model = MusicgenForConditionalGeneration(config)
+    config = transformers.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
+    model = transformers.MusicgenForConditionalGeneration(config)
     peft.get_peft_model(copy.deepcopy(model), rsa_config=FULL_PLAN).save_pretrained(tmp_path)
     peft.load(model, tmp_path)
     assert len(model.config.rsa["modules"]) == 4

@@ -5,14 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Blip2QFormerConfig,
-    Blip2QFormerModel,
-    PatchTSTConfig,
-    PatchTSTModel,
-    SwinConfig,
-)
+from transformers import AutoModelForCausalLM, Blip2QFormerConfig, Blip2QFormerModel, PatchTSTConfig, PatchTSTModel
 from transformers.models.swin import modeling_swin
 
 from architectures import build_adapted
@@ -150,7 +143,7 @@ def test_padding_between_the_tokens_of_an_encoder_is_a_warning():
 @torch.no_grad()
 def test_the_edge_of_a_shifted_image_is_not_crossed():
     sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4}
-    model = widen(modeling_swin.SwinModel(SwinConfig(**sizes, depths=[2], num_heads=[4])))
+    model = widen(modeling_swin.SwinModel(modeling_swin.SwinConfig(**sizes, depths=[2], num_heads=[4])))
     pixels = torch.randn(1, 3, 32, 32)
 
     def reached():

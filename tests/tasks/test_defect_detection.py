@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score, matthews_corrcoef
 from sklearn.utils.class_weight import compute_class_weight
 from tokenizers import processors
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers.pipelines import pipeline
 
 from rsa_hf.tasks.defect_data import DefectDataConfig, Example
 from rsa_hf.tasks.defect_detection import _rows_and_tokens, class_weights, main, predict, tokenize
