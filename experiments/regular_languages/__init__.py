@@ -32,7 +32,7 @@ SETTINGS: dict[Size, dict[str, int]] = {
 CHOSEN: dict[Size, tuple[tuple[str, ...], tuple[str, ...], tuple[float, ...]]] = {
     "toy": (("(aa)*", "parity"), ("rsa", "transformer"), (1e-2,)),
     "quick": (("parity", "(aa)*", "(abab)*", "d-2"), VARIANTS, (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)),
-    "full": (tuple(LANGUAGES), VARIANTS, (3e-3, 1e-2)),
+    "full": (tuple(LANGUAGES), VARIANTS, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)),
 }
 
 

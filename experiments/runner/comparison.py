@@ -78,7 +78,7 @@ def difference_by_part(arms: Collection[str], rival: str, name: str) -> Column:
 
 
 def ratio(arms: Collection[str], rival: str, name: str) -> Column:
-    """A value of some variants over that of a rival; infinite where a variant diverged; none if both are in all runs."""
+    """A value of some variants over that of a rival; infinite where a variant diverged; None where both always did."""
     of_runs = compared(arms, rival, lambda run, other: worst_if_nan(run.values[name]) / other.values[name])
 
     def column(case: Case, arm: str) -> Any:

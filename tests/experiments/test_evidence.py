@@ -127,7 +127,8 @@ def test_counts_of_bytes_are_ahead_where_the_pages_say_so(name):
         )
 
 
-AT_EDGES = re.compile(r"calibrate|synthetic|(forecasting|regular-languages)/full|(code-encoder|defect)/quick")
+AT_EDGES = re.compile(r"calibrate|synthetic|forecasting/full|(code-encoder|defect)/quick")
+AT_ANY_RATE = {"regular-languages/full": 4}  # variants that learn an easy language at every rate
 RESULTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / FOLDER).glob("*/*"))
 
 
@@ -137,7 +138,7 @@ def test_no_learning_rate_is_chosen_at_an_edge(result):
     covered = json.loads((folder / "configuration.json").read_text(encoding="utf-8"))
     runs = [run for run in read_runs(folder).values() if run.settings in covered["cells"]]
     at_an_edge, chosen = experiment.edges(runs)
-    assert at_an_edge == 0 < chosen
+    assert at_an_edge == AT_ANY_RATE.get(result, 0) < chosen
     worst = [run for run in runs if run.settings["learning_rate"] == runs[0].settings["learning_rate"]]
     assert experiment.edges(worst)[0] > 0  # with one rate tried it is at an edge
 
