@@ -84,7 +84,7 @@ def _attention_with_rsa(
         return base(module, query, key, value, attention_mask, *args, **keywords)
 
     if (calls := trial.state.calls) is not None and query.shape[2] == key.shape[2]:
-        # Zero queries weight all keys that they see equally.
+        # Not cross-attention. Zero queries weight all keys that they see equally.
         seen = attend(torch.zeros_like(query), trial.marks_of(value))
         calls.append(_call(module, trial.attention_output(seen, implementation, query, value), value, causal))
     foreign = trial.foreign_part(base)
