@@ -12,6 +12,7 @@ from experiments.byte_models import SHAPES, build, train_on_bytes
 from experiments.corpora import read_corpus
 from experiments.runner.fit import default_device
 from experiments.runner.resources import cached
+from rsa_hf.tasks.language_modeling import PreparedText
 
 CORPUS, RATE, SCHEDULE = "wikitext-2", 3e-3, "warmup_stable_decay"
 TRAIN_BYTES, EVAL_BYTES = 4_000_000, 20_000
@@ -37,6 +38,11 @@ def load_pretrained(name: str, pretraining_steps: int = 0, seed: int = 0) -> tup
     return byte_model, None
 
 
+def pretraining_text(block: int) -> PreparedText:
+    """What models of bytes read."""
+    return read_corpus(CORPUS, TRAIN_BYTES, EVAL_BYTES, block)
+
+
 def _package_folder(package: str, command: str) -> Path:
     """The folder of a package, without importing it: its dependencies need not be installed."""
     spec = importlib.util.find_spec(package)
@@ -51,7 +57,7 @@ def _pretrain(family: str, shape_name: str, steps: int, seed: int) -> Path:
     plan: Any = {"learning_rate": RATE, "steps": steps, "schedule": SCHEDULE, "seed": seed}
 
     def train(path: Path) -> None:
-        text = read_corpus(CORPUS, TRAIN_BYTES, EVAL_BYTES, shape.block)
+        text = pretraining_text(shape.block)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = build(family, shape).to(default_device())  # type: ignore[arg-type]

@@ -4,6 +4,7 @@
 * `calibrated`: the plan that `calibrate` returns.
 * `token bias`: the logits shifted by how much more often a token occurs in the rows to calibrate on than the model
   expects; `calibrated with token bias`: that of the calibrated model.
+* `byte trigrams`: counts of three bytes in the text that a model of bytes was pretrained on, in place of the model.
 * `no recurrence`: the calibrated heads and gates with P = 0.
 * `scaled heads`: the calibrated heads, each multiplied by a learned factor in place of a REM.
 * `all heads scaled`: every head of the model multiplied by a learned factor.
@@ -27,6 +28,7 @@ from rsa_hf import HeadConfig, RSAConfig, RSAHeads, patch_model
 PLAIN, CALIBRATED, LORA = "plain", "calibrated", "smallest lora"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
 TOKEN_BIAS, CALIBRATED_BIAS = "token bias", "calibrated with token bias"
+TRIGRAMS = "byte trigrams"
 ON_THE_ROWS = LORA_ON_ROWS, IA3_ON_ROWS = "lora on the rows", "ia3 on the rows"
 
 
@@ -38,7 +40,7 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     if variant == ALL_SCALED:
         places = range(model.config.num_hidden_layers), range(model.config.num_attention_heads)
         plan = RSAConfig(heads=tuple(HeadConfig(i, j, "regular", 0.5, 0.0) for i in places[0] for j in places[1]))
-    if variant in (PLAIN, TOKEN_BIAS) or plan.heads == ():
+    if variant in (PLAIN, TOKEN_BIAS, TRIGRAMS) or plan.heads == ():
         return model
     patch_model(model, plan)
     for module, heads in patched_modules(model):

@@ -15,9 +15,18 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rsa_hf.peft
-from experiments.calibrate.arms import CALIBRATED_BIAS, ON_THE_ROWS, PLAIN, TOKEN_BIAS, add_token_bias, make_variant
+from experiments.byte_counts import bits_of_bytes
+from experiments.calibrate.arms import (
+    CALIBRATED_BIAS,
+    ON_THE_ROWS,
+    PLAIN,
+    TOKEN_BIAS,
+    TRIGRAMS,
+    add_token_bias,
+    make_variant,
+)
 from experiments.corpora import in_blocks, portion, read_splits, training_blocks
-from experiments.pretrained import load_pretrained
+from experiments.pretrained import load_pretrained, pretraining_text
 from experiments.runner.fit import adamw_linear_decay, batch_loss, default_device, fit
 from experiments.runner.resources import cached
 from experiments.runner.summary import Settings, Values
@@ -56,7 +65,8 @@ def measure(settings: Settings) -> Values:
         numbers = sum(p.numel() for p in variant.parameters() if p.requires_grad)
         if numbers:
             _train(variant, rows if arm in ON_THE_ROWS else training_blocks(text), settings)
-        values: Values = {"score": _score(variant, text.test), "numbers": float(numbers), "weights": weights}
+        score = _score_trigrams(text.test) if arm == TRIGRAMS else _score(variant, text.test)
+        values: Values = {"score": score, "numbers": float(numbers), "weights": weights}
         if settings["steps"]:
             values["validation"] = _score(variant, text.validation)
     return values | {
@@ -101,6 +111,11 @@ def _read_text(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) ->
 def _score(model: Any, text: Any) -> float:
     rows = max(1, EVALUATION_TOKENS // text.block_size)
     return evaluate_language_model(model, text, rows)["loss_nats_per_token"]
+
+
+def _score_trigrams(text: Any) -> float:
+    read = training_blocks(pretraining_text(text.block_size)).token_ids
+    return float(bits_of_bytes(read, text.token_ids)[2].mean()) * math.log(2)
 
 
 def _digest(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ class Case:
 
     settings: Settings
     runs: dict[str, list[Run]]  # by variant, at its best learning rate, in the order of their seeds
-    rates: dict[str, list[float]]  # by variant, the learning rates that it was trained at
+    rates: dict[str, list[float]]  # by variant, the learning rates that it was trained at, if one had to be chosen
 
     def rows(self, arm: str, columns: Mapping[str, "Column"], **settings: Any) -> Rows:
         """The rows of a variant, with more settings."""
@@ -119,7 +119,7 @@ class Comparison:
             Case(
                 dict(zip(self.group, group, strict=True)),
                 {arm: self._best(sorted(rates.values(), key=len, reverse=True)) for arm, rates in arms.items()},
-                {arm: [*rates] for arm, rates in arms.items()},
+                {arm: [*rates] for arm, rates in arms.items() if self._is_choice(rates)},
             )
             for group, arms in found.items()
             if arms.keys() >= set(self.needed)
@@ -133,13 +133,16 @@ class Comparison:
 
         return sorted(min(by_rate, key=mean), key=lambda run: run.settings["seed"])
 
+    def _is_choice(self, rates: Mapping[float, list[Run]]) -> bool:
+        """Whether a learning rate was chosen: not if nothing was trained, or if all rates score the same."""
+        return max(rates) > 0 and (len(rates) == 1 or len({self.score(runs[0]) for runs in rates.values()}) > 1)
+
     def edges(self, runs: Sequence[Run]) -> tuple[int, int]:
         """How many of the best learning rates are the lowest or the highest tried, and how many were chosen."""
         found = [
             case.runs[arm][0].settings["learning_rate"] in (min(rates), max(rates))
             for case in self.cases(runs)
             for arm, rates in case.rates.items()
-            if max(rates) > 0  # nothing trained
         ]
         return sum(found), len(found)
 

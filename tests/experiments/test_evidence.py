@@ -39,10 +39,7 @@ def mean_and_interval(differences):
 
 
 def by_arm(runs, case):
-    """What the runs of an arm measured, in the order of the seeds, at the rate whose first seed validates best.
-
-    Arms that have not run with all seeds are left out.
-    """
+    """What the runs of each arm that has all seeds measured, by seed, at the rate whose first seed validates best."""
     found = defaultdict(dict)
     for run in runs:
         settings = run["cell"]
@@ -50,7 +47,7 @@ def by_arm(runs, case):
             found[settings["arm"]].setdefault(settings["learning_rate"], {})[settings["seed"]] = run["values"]
     chosen = {}
     for arm, rates in found.items():
-        best = min(rates, key=lambda rate: rates[rate][0]["validation"])
+        best = min(rates, key=lambda rate: rates[rate][0].get("validation", 0))
         if len(rates[best]) == 5:
             assert best == 0 or min(rates) < best < max(rates), f"{case}, {arm}: {best} is the lowest or highest"
             chosen[arm] = [rates[best][seed] for seed in sorted(rates[best])]
@@ -60,12 +57,11 @@ def by_arm(runs, case):
 def expected_rows():
     """For each row of the table the best rival, and RSA's numbers against plain and against it, from the stored runs."""
     confirmed = cells("confirmation", "full")
-    size = "full" if (ROOT / FOLDER / "rivals" / "full").exists() else "quick"
     order = [(case["model"], case["text"]) for case in find_experiment("confirmation").grid("full", 1)]
     memories = ("token shift", "short convolution", "learned toeplitz")
     for runs, rivals, key in (
         (confirmed, ("short convolution",), order.index),
-        (cells("rivals", size), ("linear biases", "rotary", "sinusoidal", *memories), lambda _: 0),
+        (cells("rivals", "full"), ("linear biases", "rotary", "sinusoidal", *memories), lambda _: 0),
     ):
         cases = dict.fromkeys((run["cell"]["model"], run["cell"]["text"]) for run in runs)
         for model, text in sorted(cases, key=key):
@@ -75,7 +71,8 @@ def expected_rows():
                 best = min(others, key=lambda arm: np.mean([run["validation"] for run in arms[arm]]))
                 ours, *theirs = ([run["test by part"] for run in arms[arm]] for arm in (RSA, "plain", best))
                 yield best, *(mean_and_interval(np.subtract(ours, scores)) for scores in theirs)
-    smollm2 = [run for run in cells("calibrate", "full") if run["cell"]["trained"] == "nothing"]
+    untrained = [run for run in cells("calibrate", "full") if run["cell"]["trained"] == "nothing"]
+    smollm2 = [run for run in untrained if run["cell"]["model"] == "smollm2"]
     names = {
         "no recurrence": "its gates with P = 0",
         "token bias": "a token bias",
@@ -127,7 +124,14 @@ def test_counts_of_bytes_are_ahead_where_the_pages_say_so(name):
         )
 
 
-AT_EDGES = re.compile(r"calibrate|synthetic|forecasting/full|(code-encoder|defect)/quick")
+@pytest.mark.parametrize("model", ["gpt2-0.1M", "llama-0.1M"])
+def test_models_to_calibrate_are_better_than_trigrams_of_what_they_read(model):
+    arms = by_arm(cells("calibrate", "full"), {"model": model, "trained": "nothing", "steps": 0})
+    scores = {arm: [run["score"] for run in arms[arm]] for arm in ("plain", "byte trigrams")}
+    assert all(plain < counted - 0.1 for plain, counted in zip(*scores.values(), strict=True))
+
+
+AT_EDGES = re.compile(r"calibrate/full|synthetic|forecasting/full|(code-encoder|defect)/quick")
 AT_ANY_RATE = {"regular-languages/full": 4}  # variants that learn an easy language at every rate
 RESULTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / FOLDER).glob("*/*"))
 
@@ -139,8 +143,9 @@ def test_no_learning_rate_is_chosen_at_an_edge(result):
     runs = [run for run in read_runs(folder).values() if run.settings in covered["cells"]]
     at_an_edge, chosen = experiment.edges(runs)
     assert at_an_edge == AT_ANY_RATE.get(result, 0) < chosen
-    worst = [run for run in runs if run.settings["learning_rate"] == runs[0].settings["learning_rate"]]
-    assert experiment.edges(worst)[0] > 0  # with one rate tried it is at an edge
+    rate = next(filter(None, (run.settings["learning_rate"] for run in runs)))
+    alone = [run for run in runs if run.settings["learning_rate"] == rate]
+    assert experiment.edges(alone)[0] > 0  # with one rate tried it is at an edge
 
 
 def test_writing_again_changes_nothing_but_a_wrong_table(tmp_path, monkeypatch):

@@ -139,8 +139,7 @@ def test_an_interval_over_parts_of_a_text_is_wider():
     # Both seeds agree, but the parts do not: 12.706 is Student's t for 2 values.
     mean, low, high = interval([[1.0, 3.0], [1.0, 3.0]])
     assert (mean, high - mean) == (2, pytest.approx(12.706, abs=1e-3)) and mean - low == pytest.approx(high - mean)
-    same = interval([[1.0, 1.0], [3.0, 3.0]])
-    assert same == pytest.approx(interval([1.0, 3.0]))
+    assert interval([[1.0, 1.0], [3.0, 3.0]]) == pytest.approx(interval([1.0, 3.0]))
     both = interval([[0.0, 2.0], [2.0, 4.0]])
     assert both[2] - both[0] == pytest.approx(12.706 * 2**0.5, abs=1e-3)
     assert math.isinf(interval([[1.0, math.inf], [3.0, 3.0]])[0])
@@ -169,8 +168,7 @@ def test_a_part_runs_alone_and_the_report_says_so(counted, tmp_path):
 
 
 def test_the_report_shows_every_experiment_at_every_size(counted, tmp_path):
-    experiment, _ = counted
-    run_experiment(experiment, "quick", tmp_path, progress=False)
+    run_experiment(counted[0], "quick", tmp_path, progress=False)
     report = write_report(tmp_path).read_text()
     assert "* **Confirmed**: 1.10 | 2.10\n  * a finding\n* Seeds: 3;" in report
     assert f"](results/reproduce/{NAME}/quick/figure.png)" in report
@@ -221,10 +219,8 @@ def test_learning_rates_are_searched_with_the_first_seed(counted, tmp_path):
         *(("plain", rate) for rate in (1e-3, 3e-3, 1e-2)),
         *(("rsa", rate) for rate in (1e-3, 3e-3, 1e-2, 3e-2)),
     ]
-    assert sorted(each for each in ran if each[2]) == [
-        *(("plain", 3e-3, seed) for seed in (1, 2)),
-        *(("rsa", 1e-2, seed) for seed in (1, 2)),
-    ]
+    others = [(*best, seed) for best in (("plain", 3e-3), ("rsa", 1e-2)) for seed in (1, 2)]
+    assert sorted(each for each in ran if each[2]) == others
     # The table keeps the rate that the first seed chose, for all seeds.
     folder = tmp_path / FOLDER / NAME / "quick"
     table, configuration = (folder / "table.md").read_text(), json.loads((folder / "configuration.json").read_text())
@@ -241,9 +237,7 @@ def test_the_command_line(capsys, tmp_path):
 
     code, out, _ = run("list")
     assert code == 0 and all(name in out for name in (*EXPERIMENTS, "blimp"))
-    for arguments, words in (
-        (["language-model", "--only", "model"], "SETTING=VALUE"),
-        (["synthetics"], "there is no experiment"),
-    ):
+    missing = ["synthetics"], "there is no experiment"
+    for arguments, words in ((["language-model", "--only", "model"], "SETTING=VALUE"), missing):
         code, _, err = run(*arguments)
         assert code == 2 and words in err
