@@ -49,7 +49,7 @@ CASES: dict[Size, list[tuple[str, str, float, int]]] = {
 }
 GROUP = ("encoder", "task", "share", "epochs")
 SCORED: dict[Size, int] = {"toy": 20, "quick": 400, "full": 10**9}  # validation functions, and test functions
-RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 BATCH, EVALUATIONS, CALIBRATION_ROWS = 32, 4, 256
 SCORES = ("accuracy", "f1", "mcc", "average_precision", "vd_score", "pair_correct")
 VALIDATION, OVER_PLAIN, MCNEMAR = "validation", "average precision − plain", "McNemar's p"

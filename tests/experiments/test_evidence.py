@@ -131,7 +131,7 @@ def test_models_to_calibrate_are_better_than_trigrams_of_what_they_read(model):
     assert all(plain < counted - 0.1 for plain, counted in zip(*scores.values(), strict=True))
 
 
-AT_EDGES = re.compile(r"calibrate/full|synthetic|forecasting/full|(code-encoder|defect)/quick")
+AT_EDGES = re.compile(r"calibrate/full|synthetic|forecasting/full|code-encoder/quick")
 AT_ANY_RATE = {"regular-languages/full": 4}  # variants that learn an easy language at every rate
 RESULTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / FOLDER).glob("*/*"))
 
