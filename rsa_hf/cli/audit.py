@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, task_module
+from rsa_hf.cli.common import list_keys, task_module
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.text import finite_or_null
@@ -15,7 +15,7 @@ from rsa_hf.utils.text import finite_or_null
 def audit(
     context: typer.Context,
     output: Annotated[str | None, typer.Option(help="A JSON file to write the numbers to.")] = None,
-    _: Annotated[bool, help_with_keys("defect")] = False,
+    _: Annotated[bool, list_keys("defect")] = False,
 ) -> None:
     """Count what can mislead in the data of defect detection: rsa-hf audit [CONFIG] [--key value …].
 

@@ -25,8 +25,8 @@ def calibrate(
         str | None, typer.Option(help="In place of a text: the YAML file of a run, for its training data.")
     ] = None,
     task: Annotated[Literal["lm", "defect"], typer.Option(help="The task of the run.")] = "lm",
-    rows: Annotated[int, typer.Option(help="Maximum number of rows to read.")] = 64,
-    length: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
+    max_rows: Annotated[int, typer.Option(help="Largest number of rows to read.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Tokens of a row of the text.")] = 256,
     gate_passes: Annotated[
         int, typer.Option(help="Passes that move the gates. More take longer, and open gates wider where that helps.")
     ] = 2,
@@ -54,12 +54,12 @@ def calibrate(
 
     if text is not None:
         model = load_checkpoint(base)
-        train_rows, collate = _blocks_of(model, base, text, length), default_collate
+        train_rows, collate = _blocks_of(model, base, text, block_size), default_collate
     else:
         settings = [expanded(str(config)), "--model_name_or_path", base, "--rsa", "none"]
         model, train_rows, collate = task_module(task).plain_model_and_rows(settings)
-    batches = calibration_batches(train_rows, collate, rows, ROWS_PER_BATCH, seed)
-    found = run_calibration(model, batches, max_rows=rows, gate_passes=gate_passes, seed=seed)
+    batches = calibration_batches(train_rows, collate, max_rows, ROWS_PER_BATCH, seed)
+    found = run_calibration(model, batches, max_rows=max_rows, gate_passes=gate_passes, seed=seed)
     print(found)
     if not found.heads:
         print(f"nothing is written to {folder}")
@@ -74,7 +74,7 @@ def calibrate(
     print(f"written: {folder}")
 
 
-def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
+def _blocks_of(model: Any, base: str, text: str, block_size: int) -> Any:
     """The blocks of a text file, tokenized for a language model."""
     from rsa_hf.tasks.text_blocks import TrainingBlocks
     from rsa_hf.tasks.text_data import LanguageModelingDataConfig, read_texts
@@ -91,7 +91,7 @@ def _blocks_of(model: Any, base: str, text: str, length: int) -> Any:
         ids = tokenizer(content.decode(), return_tensors="pt", verbose=False).input_ids[0]
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} is not in UTF-8 ({error}). Convert it.") from error
-    if not 2 <= length <= len(ids):
-        raise ValueError(f"--length={length}: from 2 to {len(ids)}, the tokens of {text}, is needed.")
-    require_inputs_fit(model, tokenizer, length, "--length")
-    return TrainingBlocks(ids, length)
+    if not 2 <= block_size <= len(ids):
+        raise ValueError(f"--block-size={block_size}: from 2 to {len(ids)}, the tokens of {text}, is needed.")
+    require_inputs_fit(model, tokenizer, block_size, "--block-size")
+    return TrainingBlocks(ids, block_size)

@@ -63,7 +63,6 @@ def load_checkpoint(name: str) -> "PreTrainedModel":
 
 # Keyword arguments of `app.command` for a command that passes `--key value` on to `read_arguments`.
 WITH_SETTINGS: Any = {
-    "add_help_option": False,
     "options_metavar": "[--key value …]",
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
@@ -75,12 +74,11 @@ def task_module(task: str) -> Any:
     return import_module(f"rsa_hf.tasks.{'defect_detection' if task == 'defect' else 'language_modeling'}")
 
 
-def help_with_keys(task: str) -> Any:
-    """The option --help of a command that takes the keys of a task's runs: it also prints the keys, then exits."""
+def list_keys(task: str) -> Any:
+    """The option --list-keys of a command that takes the keys of a task's runs: it prints them, then exits."""
 
-    def show(context: typer.Context, wanted: bool) -> None:
+    def show(wanted: bool) -> None:
         if wanted:
-            print(context.get_help())
             task_module(task).main(["--help"])
 
-    return typer.Option("--help", "-h", "--list-keys", is_eager=True, callback=show, help="Show this and all keys.")
+    return typer.Option("--list-keys", is_eager=True, callback=show, help="Show all keys.")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rsa_hf.cli.common import WITH_SETTINGS, help_with_keys, task_module
+from rsa_hf.cli.common import WITH_SETTINGS, list_keys, task_module
 from rsa_hf.utils.text import finite_or_null
 
 evaluate = typer.Typer(no_args_is_help=True, help="Score a saved model.")
@@ -31,7 +31,7 @@ def defect(
     model: Model,
     split: Split = "test",
     threshold: Threshold = None,
-    _: Annotated[bool, help_with_keys("defect")] = False,
+    _: Annotated[bool, list_keys("defect")] = False,
 ) -> None:
     """Score a defect detector, as JSON: rsa-hf evaluate defect MODEL [CONFIG] [--key value …].
 
@@ -46,7 +46,7 @@ def defect(
 
 @evaluate.command(**WITH_SETTINGS)
 def lm(
-    context: typer.Context, model: Model, split: Split = "test", _: Annotated[bool, help_with_keys("lm")] = False
+    context: typer.Context, model: Model, split: Split = "test", _: Annotated[bool, list_keys("lm")] = False
 ) -> None:
     """Score a language model: rsa-hf evaluate lm MODEL [CONFIG] [--key value …].
 

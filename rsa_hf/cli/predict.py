@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import help_with_keys, task_module
+from rsa_hf.cli.common import list_keys, task_module
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import expanded
 
@@ -16,7 +16,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="Folder of a defect detector, or its name on the Hub.")],
     functions: Annotated[str, typer.Argument(help="A file of functions: JSON lines, a JSON array, CSV or Parquet.")],
     output: Annotated[str | None, typer.Option(help="A file to write to. Default: standard output.")] = None,
-    _: Annotated[bool, help_with_keys("defect")] = False,
+    _: Annotated[bool, list_keys("defect")] = False,
 ) -> None:
     """Score functions without labels with a defect detector: rsa-hf predict MODEL FUNCTIONS [--key value …].
 

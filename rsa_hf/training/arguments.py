@@ -246,7 +246,7 @@ def _set_entries(content: dict[str, Any], words: Sequence[str], known: Sequence[
 def _unknown(name: str, known: Iterable[str]) -> str:
     old = [new for key, new in RENAMED.items() if key.partition(".")[2] == name]
     hint = f" It is now {old[0]}." if old else did_you_mean(name, known)
-    return f"unknown key {name!r:.200}.{hint} --help lists all."
+    return f"unknown key {name!r:.200}.{hint} --list-keys shows all."
 
 
 def as_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["calibrate", "{patched}", "out", "--text", "text.txt"], "patched already"),
         (["calibrate", "{base}", "out", "--text", "x", "--config", "x"], "either --text FILE, or --config FILE"),
         (["calibrate", "{base}", "out", "--text", "latin.txt"], "latin.txt is not in UTF-8"),
-        (["calibrate", "{base}", "out", "--text", "text.txt", "--length", "9999"], "--length=9999: from 2 to"),
-        (["calibrate", "{base}", "out", "--text", "text.txt", "--length", "300"], "--length=300: the model takes no"),
+        (["calibrate", "{base}", "out", "--text", "text.txt", "--block-size", "9999"], "--block-size=9999: from"),
+        (["calibrate", "{base}", "out", "--text", "text.txt", "--block-size", "300"], "--block-size=300: the model"),
         (["calibrate", "{masked}", "out", "--text", "text.txt"], "--text is for causal language models"),
         (["inspect", "./absent"], "there is no such folder"),
         (["doctor", "--model", "./absent"], "there is no such folder"),
@@ -70,9 +70,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["inspect", "adapter"], "adapter is a PEFT adapter, not a model"),
     ],
 )
-def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
-    run, tmp_path, monkeypatch, gpt2_folder, arguments, words
-):
+def test_a_mistake_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, gpt2_folder, arguments, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text\n" * 200)
     (tmp_path / "latin.txt").write_bytes("é\n".encode("latin-1") * 200)
@@ -84,15 +82,14 @@ def test_a_mistake_is_one_line_exits_with_2_and_writes_nothing(
     places = {"base": gpt2_folder, "patched": tmp_path / "patched", "masked": tmp_path / "masked"}
     code, out, err = run(*(argument.format(**places) for argument in arguments))
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert words in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
 def language_model(gpt2_folder, tmp_path):
     (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") * 2)
-    return shutil.copytree(gpt2_folder, tmp_path / "base"), "--text", tmp_path / "text.txt", "--length", 16
+    return shutil.copytree(gpt2_folder, tmp_path / "base"), "--text", tmp_path / "text.txt", "--block-size", 16
 
 
 @pytest.mark.parametrize("source", ["text", "config"])
@@ -108,7 +105,7 @@ def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model
 
     monkeypatch.setattr(procedure, "choose", choose)
     monkeypatch.setattr(procedure, "CERTAIN", -math.inf)
-    code, out, err = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
+    code, out, err = run("calibrate", base, tmp_path / "out", *options, "--max-rows", 12)
     assert code == 0, err
     assert " heads; the loss of 12 rows" in out
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -122,7 +119,7 @@ def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model
 def test_calibrate_writes_nothing_where_it_finds_nothing(run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
     monkeypatch.setattr(procedure, "choose", lambda *_: [])
-    code, out, _ = run("calibrate", base, tmp_path / "out", *options, "--rows", 12)
+    code, out, _ = run("calibrate", base, tmp_path / "out", *options, "--max-rows", 12)
     assert code == 0
     assert out.startswith("no heads: the loss of 12 rows")
     assert out.endswith(f"nothing is written to {tmp_path / 'out'}\n")
@@ -186,6 +183,11 @@ def test_an_unsupported_transformers_is_named_by_every_command(tmp_path):
     used = run(0, "-c", "import rsa_hf; rsa_hf.__version__")
     assert f"UserWarning: rsa_hf cannot be used: {words}" in used.stderr
     assert f"ImportError: {words}" in run(1, "-c", USE).stderr
+
+
+def test_all_keys_are_listed_by_an_option_of_their_own(run):
+    (_, keys, _), (_, shown, _) = (run("audit", option) for option in ("--list-keys", "--help"))
+    assert "--max_seq_length" in keys and "--num_train_epochs" in keys and "--num_train_epochs" not in shown
 
 
 def test_help_needs_neither_torch_nor_transformers():
