@@ -118,8 +118,8 @@ def require_right(problem, roundings=64, floor=0.0):
     cut = limits.tiny / limits.eps + floor  # weights that are nearly subnormal count as 0
     values, given = (float(x.nan_to_num().double().abs().sum()) for x in (value, weights))
     steps = value.shape[2] ** 2
-    spacing = limits.tiny * limits.eps * (1 + steps * value.numel())  # of subnormal numbers
-    least = [cut * size + spacing for size in (values, given, steps * values * given, steps * values * given)]
+    least = [cut * values + limits.tiny, cut * given + limits.tiny]  # sums that are subnormal may count as 0
+    least += 2 * [cut * steps * values * given + limits.tiny * steps * (1 + given) * value.numel()]
     for name, mine, right, size, small in zip(("P V", *GRADIENTS), found, exact, sizes, least, strict=True):
         assert mine.shape == right.shape, name
         assert bool(mine.isfinite().all()), f"{name} is not finite"

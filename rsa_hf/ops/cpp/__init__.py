@@ -28,7 +28,8 @@ accumulated from the end of that block and kept for each k. Nothing is subtracte
 however slow the decay.
 
 Precision: states and sums of 32 steps have the dtype of the values, the rest is float64. Rounded to float32, z would
-cause an error of k roundings at a lag of k, so after every 32 keys the states are corrected for the rounding.
+cause an error of k roundings at a lag of k, so after every 32 keys the states are corrected for the rounding. There
+subnormal states become 0: long decays end in them, and they are slow.
 """
 
 import torch

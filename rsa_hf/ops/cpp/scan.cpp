@@ -76,8 +76,8 @@ struct Lanes {
   }
 
   // Long decays end in subnormal numbers, with which processors compute far more slowly.
-  Lanes without_negligible() const {
-    constexpr Number limit = std::numeric_limits<Number>::min() / std::numeric_limits<Number>::epsilon();
+  Lanes without_subnormal() const {
+    constexpr Number limit = std::numeric_limits<Number>::min();
     return {((numbers < limit) & (numbers > -limit)) ? Register{} : numbers};
   }
 };
@@ -188,8 +188,8 @@ struct State {
   void correct(std::complex<Number> c) {
     for (auto [re, im] : {std::pair(&real, &imaginary), std::pair(&dreal, &dimaginary)}) {
       const Lanes<Number> a = *re, b = *im;
-      *re = (a + (c.real() * a - c.imag() * b)).without_negligible();
-      *im = (b + (c.imag() * a + c.real() * b)).without_negligible();
+      *re = (a + (c.real() * a - c.imag() * b)).without_subnormal();
+      *im = (b + (c.imag() * a + c.real() * b)).without_subnormal();
     }
   }
 };
