@@ -359,7 +359,7 @@ def examine(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
     before = PlainState(model, inputs)
     if not is_patched(model):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about an encoder or decoder that gets no RSA heads
+            warnings.simplefilter("ignore")  # about attention that gets no RSA heads
             patch_model(model, RSAConfig(gate_init=0.0))
         parameters = itertools.chain.from_iterable(heads.parameters() for _, heads in _rsa_layers(model))
         for i, parameter in enumerate(parameters):

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rsa_hf.children import attach_heads, detach_heads, is_peft_wrapper, shared_copy
 from rsa_hf.config import RSAConfig
 from rsa_hf.integration.attention import connect, disconnect
-from rsa_hf.integration.loading import is_self_attention
+from rsa_hf.integration.loading import is_named_self_attention, is_self_attention
 from rsa_hf.integration.paged import forget_paged_cache
 from rsa_hf.integration.split_layers import require_whole_sequence
 from rsa_hf.integration.trial import AttentionCall, record_attention_calls
@@ -99,8 +99,14 @@ def patch_model(
         if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes."):
             layer.forward = functools.partial(_zeros, layer)  # type: ignore[method-assign]
     connect(whole)
-    found = _self_attention_calls(trial, base, run)
-    _warn_of_parts_without(base, found)
+    found, others = _self_attention_calls(trial, base, run)
+    if others:
+        warnings.warn(
+            f"{shorten(others)} of this {type(base).__name__} gets no RSA heads: it computes something else than "
+            "softmax attention, or not through transformers' attention interface, or its queries and keys have no "
+            "common time axis.",
+            stacklevel=2,
+        )
     names = list(found)
     if config.layers is not None:
         if config.layers[-1] >= len(names):
@@ -182,21 +188,6 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
     return replace(config, causal=directions[0] if len(set(directions)) == 1 else directions)
 
 
-def _warn_of_parts_without(base: Any, names: Iterable[str]) -> None:
-    """Warn if one half of an encoder-decoder has no self-attention that can be patched."""
-    if not base.config.is_encoder_decoder:
-        return
-    modules = {base.get_submodule(name) for name in names}
-    for half, part in (("encoder", base.get_encoder()), ("decoder", base.get_decoder())):
-        if part is not base and not any(module in modules for module in part.modules()):
-            warnings.warn(
-                f"the {half} of this {type(base).__name__} gets no RSA heads: none of its self-attention goes through "
-                "transformers' attention interface with queries and keys on one time axis "
-                f"({shorten(_attention_classes(part))}).",
-                stacklevel=3,
-            )
-
-
 def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     content = vars(model.config).get("rsa")
     if (present := None if content is None else read_plan(content)) == plan:
@@ -207,11 +198,22 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
     )
 
 
-def _self_attention_calls(trial: nn.Module, base: nn.Module, run: Callable[[], None]) -> dict[str, AttentionCall]:
-    """One call of each self-attention module of the copy that can be patched, keyed by its name, in module order."""
+def _self_attention_calls(
+    trial: nn.Module, base: nn.Module, run: Callable[[], None]
+) -> tuple[dict[str, AttentionCall], list[str]]:
+    """One call of each self-attention module of the copy that can be patched, keyed by its name, in module order.
+
+    And the classes of other modules that by their names compute self-attention, and ran.
+    """
     names = {module: name for name, module in trial.named_modules()}
+    named = {module for module, name in names.items() if is_named_self_attention(name, module)}
+    ran: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: ran.add(module)) for module in named]
     with record_attention_calls() as calls:
         run()
+    for hook in hooks:
+        hook.remove()
+    ran |= named - set(trial.modules())  # replaced while they ran: BigBird's block-sparse attention
     by_module = {call.module: call for call in calls if call.query_length == call.key_length}
     if bound := sorted({type(module).__name__ for module in by_module.keys() & set(base.modules())}):
         raise ValueError(
@@ -225,7 +227,7 @@ def _self_attention_calls(trial: nn.Module, base: nn.Module, run: Callable[[], N
         if module in by_module and is_self_attention(name, module)
     }
     if found:
-        return found
+        return found, sorted({type(module).__name__ for module in ran if names[module] not in found})
     raise ValueError(
         f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
         "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "

@@ -76,26 +76,32 @@ def is_self_attention(name: str, module: nn.Module) -> bool:
     """Whether RSA heads on a module would run in its self-attention, from names and classes.
 
     A checkpoint may name a feed-forward layer, whose heads would never run, or cross-attention, which has no common
-    time axis. In torch, transformers and this package the module that computes attention is the innermost one that has
-    weight matrices and "Attention" in the name of its class; `BertAttention`, for example, only holds a
-    `BertSelfAttention`. It is in `architectures/table.py`, or its class is from a file that imports the attention
-    interface. Cross-attention often has the class of self-attention: names and `is_cross_attention` tell it.
-    Florence-2 has attention over channels, and PatchTST's may take turns.
-    DeepSeek V4's `compressor` adds keys that are not tokens once a text is long.
+    time axis. In transformers and this package, self-attention that can be patched has a row in
+    `architectures/table.py`, or its class is from a file that imports the attention interface. DeepSeek V4's
+    `compressor` adds keys that are not tokens once a text is long.
     Classes of other packages (`trust_remote_code`) may be named in any way: the answer for them is True.
     """
     kind = type(module)
     if kind.__module__.partition(".")[0] not in ("torch", "transformers", "rsa_hf"):
         return True
-    if not _is_attention(module) or any(_is_attention(child) for child in module.modules() if child is not module):
-        return False
     files = (sys.modules.get(cls.__module__) for cls in kind.__mro__)
     if architecture_of(module) is None and not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return False
-    is_cross = _CROSS.search(".".join([*name.split(".")[-2:], kind.__name__]))
+    return is_named_self_attention(name, module) and not getattr(module, "compressor", None)
+
+
+def is_named_self_attention(name: str, module: nn.Module) -> bool:
+    """Whether a module computes self-attention, of any kind, by its name and class.
+
+    It is the innermost module that has weight matrices and "Attention" in the name of its class; `BertAttention`, for
+    example, only holds a `BertSelfAttention`. Cross-attention often has the class of self-attention: names and
+    `is_cross_attention` tell it. Florence-2 has attention over channels, and PatchTST's may take turns.
+    """
+    if not _is_attention(module) or any(_is_attention(child) for child in module.modules() if child is not module):
+        return False
+    is_cross = _CROSS.search(".".join([*name.split(".")[-2:], type(module).__name__]))
     on_channels = getattr(getattr(module, "config", None), "channel_attention", False)
-    is_other = on_channels or getattr(module, "is_cross_attention", False) or getattr(module, "compressor", None)
-    return not (is_cross or is_other)
+    return not (is_cross or on_channels or getattr(module, "is_cross_attention", False))
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -74,9 +74,17 @@ def test_a_check_that_cannot_fail_is_unproven(check, gpt2, monkeypatch):
     assert run_check(check, gpt2).startswith("unproven: it holds with broken RSA too")
 
 
-def test_patching_half_of_an_encoder_decoder_warns():
-    with pytest.warns(UserWarning, match="the encoder of this LongT5.* gets no RSA heads.*LongT5LocalAttention"):
-        patch_model(build("longt5", "seq2seq").model)
+@pytest.mark.parametrize(
+    ("model_type", "task", "name"),
+    [
+        ("longt5", "seq2seq", "LongT5LocalAttention"),
+        ("minimax", "causal-lm", "MiniMaxLightningAttention"),
+        ("bigbird_pegasus", "seq2seq", "BigBirdPegasusBlockSparseAttention"),  # replaced in the trial run
+    ],
+)
+def test_attention_that_stays_plain_warns(model_type, task, name):
+    with pytest.warns(UserWarning, match=f"^{name} of this .* gets no RSA heads"):
+        patch_model(build(model_type, task).model)
 
 
 def test_a_speech_decoder_alone_is_patched_without_probe_inputs():
