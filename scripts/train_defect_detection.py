@@ -65,7 +65,7 @@ def parse_args():
 
 
 def load_model(args):
-    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, split_special_tokens=True)
     # In float32; `accelerate launch --mixed_precision bf16` computes in bfloat16.
     load = AutoModelForSequenceClassification.from_pretrained
     model = load(args.model_name_or_path, num_labels=2, dtype=torch.float32)

@@ -134,7 +134,7 @@ def audit_data(arguments: Sequence[str]) -> dict[str, Any]:
     run.data.deduplicate = False
     splits, tokens = load_defect_data(run.data), None
     if source := run.model.tokenizer_name or run.model.model_name_or_path:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, split_special_tokens=True)  # `</s>` in a function does not end it
         tokens = {split: _rows_and_tokens(examples, tokenizer, run.data)[1] for split, examples in splits.items()}
     report = audit(splits, tokens, run.data.max_seq_length) | {"split_by": run.data.split_by}
     return report | {"word_counts": word_count_baseline(splits)}
@@ -168,7 +168,7 @@ def _model_and_tokenizer(
             "model_name_or_path=None: name a pretrained model, on the Hub or a folder; or for one from scratch a "
             "model_type and a tokenizer_name."
         )
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(source, split_special_tokens=True)  # `</s>` in a function does not end it
     words = {"id2label": LABELS, "label2id": {label: number for number, label in LABELS.items()}}
     model = load_model(AutoModelForSequenceClassification, arguments, num_labels=2, **words)
     _fit_to_each_other(model, tokenizer, data)

@@ -94,7 +94,7 @@ def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[
         logging.set_verbosity(verbosity)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, **settings: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer; missing files are a ValueError, also where transformers would make one without words."""
     advice = (
         "Save its own there by tokenizer.save_pretrained. Runs also take a tokenizer_name, which is bytes for a "
@@ -104,7 +104,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if Path(folder, "run.json").exists() and not Path(folder, "config.json").exists():
         advice = "It is the folder of a run that has not ended: continue it, or name a checkpoint-… in it."
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **settings)
     except ValueError as error:
         raise ValueError(f"{name} has no tokenizer: {' '.join(str(error).split()):.200}. {advice}") from error
     if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:

@@ -87,6 +87,7 @@ def test_codexglue_finds_the_accuracy_of_a_run(data_folder, tmp_path):
     classes = [int(each["score"] > 0.5) for each in found]
     assert classes == [predictions[each["idx"]] for each in found]
     classifier = pipeline("text-classification", str(output), top_k=None)
+    assert classifier.tokenizer("puts('</s>');").input_ids.count(classifier.tokenizer.eos_token_id) == 1
     for each, answer in zip(found[:40], classifier(functions[:40], truncation=True), strict=True):
         assert {part["label"]: part["score"] for part in answer}["defective"] == pytest.approx(each["score"], abs=1e-5)
     with lzma.open(tmp_path / "unlabelled.csv.xz", "wt", encoding="utf-8", newline="") as file:
