@@ -13,7 +13,7 @@ from survey.broken import BROKEN
 from survey.checks import CHECKS, patched
 from survey.runner import run_check
 from survey.table import Records, outcome, write_table
-from survey.tiny_models import build, tiny_config
+from survey.tiny_models import build, tasks_of, tiny_config
 
 # Learned, rotary and relative positions, grouped values, latent attention, sliding windows, a hybrid, a classifier,
 # modules that state no direction (LayoutLM, Doge) or a wrong one (BigBirdPegasus, NLLB-MoE), and parameters outside
@@ -28,10 +28,9 @@ SAMPLE = {
     ("diffllama", "causal-lm"): set(),
     ("roberta", "masked-lm"): {"cache"},
     ("layoutlm", "masked-lm"): {"cache"},
-    ("t5", "seq2seq"): set(),
-    ("bart", "seq2seq"): set(),
     ("bigbird_pegasus", "causal-lm"): {"padding"},
-    ("nllb-moe", "seq2seq"): set(),
+    **{(name, "seq2seq"): set() for name in ("t5", "bart", "nllb-moe")},
+    ("whisper", "causal-lm"): {"padding"},  # the decoder alone
     # Beside the attention interface.
     **{(name, "causal-lm"): set() for name in ("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj")},
     **{(name, "causal-lm"): set() for name in ("mpt", "rembert", "xglm")},
@@ -75,20 +74,12 @@ def test_a_check_that_cannot_fail_is_unproven(check, gpt2, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "task", "name"),
-    [
-        ("longt5", "seq2seq", "LongT5LocalAttention"),
-        ("minimax", "causal-lm", "MiniMaxLightningAttention"),
-        ("bigbird_pegasus", "seq2seq", "BigBirdPegasusBlockSparseAttention"),  # replaced in the trial run
-    ],
+    ("model_type", "name"),  # the last one replaces its attention in the trial run
+    [("longt5", "LongT5Local"), ("minimax", "MiniMaxLightning"), ("bigbird_pegasus", "BigBirdPegasusBlockSparse")],
 )
-def test_attention_that_stays_plain_warns(model_type, task, name):
-    with pytest.warns(UserWarning, match=f"^{name} of this .* gets no RSA heads"):
-        patch_model(build(model_type, task).model)
-
-
-def test_a_speech_decoder_alone_is_patched_without_probe_inputs():
-    assert patch_model(build("whisper", "causal-lm").model).config.rsa["modules"][0].startswith("decoder.")
+def test_attention_that_stays_plain_warns(model_type, name):
+    with pytest.warns(UserWarning, match=f"^{name}Attention of this .* gets no RSA heads"):
+        patch_model(build(model_type, tasks_of(model_type)[-1]).model)
 
 
 def test_the_committed_table_is_that_of_the_committed_records(tmp_path):
