@@ -50,8 +50,10 @@ TRAINING: dict[Size, dict[str, int]] = {
 RATES: dict[Size, tuple[float, ...]] = {
     "toy": (1e-2,),
     "quick": (2.5e-4, 1e-3, 4e-3, 1.6e-2, 6.4e-2),
-    "full": (1e-3, 3e-3),
+    "full": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
 }
+# Series and horizons that take long on a CPU: they are run at two rates.
+_AT_TWO_RATES = {("ETTm1", 96), ("WTH", 24)}
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
@@ -61,7 +63,8 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
         | TRAINING[size]
         | run
         for series, families, lengths in PLANS[size]
-        for run in combinations(seed=range(seeds), family=families, arm=VARIANTS, learning_rate=RATES[size])
+        for rates in [(1e-3, 3e-3) if (series, lengths[0]) in _AT_TWO_RATES else RATES[size]]
+        for run in combinations(seed=range(seeds), family=families, arm=VARIANTS, learning_rate=rates)
         if run["family"] != "dlinear" or run["arm"] == "plain"
     ]
 
