@@ -73,12 +73,9 @@ def test_a_check_that_cannot_fail_is_unproven(check, gpt2, monkeypatch):
     assert run_check(check, gpt2).startswith("unproven: it holds with broken RSA too")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"),  # the last one replaces its attention in the trial run
-    [("longt5", "LongT5Local"), ("minimax", "MiniMaxLightning"), ("bigbird_pegasus", "BigBirdPegasusBlockSparse")],
-)
-def test_attention_that_stays_plain_warns(model_type, name):
-    with pytest.warns(UserWarning, match=f"^{name}Attention of this .* gets no RSA heads"):
+@pytest.mark.parametrize("model_type", ["longt5", "minimax", "bigbird_pegasus"])  # the last one replaces its attention
+def test_attention_that_stays_plain_warns(model_type):
+    with pytest.warns(UserWarning, match=r"(Local|Lightning|BlockSparse)Attention of this .* gets no RSA heads"):
         patch_model(build(model_type, tasks_of(model_type)[-1]).model)
 
 

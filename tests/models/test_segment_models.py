@@ -101,6 +101,7 @@ def test_padding_changes_nothing(name, rsa, attention):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @each_model_with_attention
+@pytest.mark.filterwarnings("error:.*gets no RSA heads")  # the recurrent layer of Block-Recurrent has none on purpose
 @torch.no_grad()
 def test_a_shut_gate_is_the_plain_model_bit_for_bit(name, attention):
     model, tokens = build(name, attention), text()

@@ -210,6 +210,8 @@ class StateCell(nn.Module):
 class RecurrentAttention(nn.Module):
     """Attention of the recurrent layer, in both directions."""
 
+    is_cross_attention = True  # without RSA heads
+
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__()
         self.config = config
