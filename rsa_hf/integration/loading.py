@@ -105,11 +105,12 @@ def is_named_self_attention(name: str, module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
+    if isinstance(module, PreTrainedModel) or not _ATTENTION.search(type(module).__name__):
+        return False
     # Quantised layers may have their weights in buffers, or packed.
-    projects = any(parameter.dim() > 1 for parameter in module.parameters()) or any(
+    return any(parameter.dim() > 1 for parameter in module.parameters()) or any(
         hasattr(child, "in_features") for child in module.modules()
     )
-    return projects and not isinstance(module, PreTrainedModel) and bool(_ATTENTION.search(type(module).__name__))
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
