@@ -53,11 +53,15 @@ _UNTRAINED = (PLAIN, NO_RECURRENCE, CALIBRATED, TOKEN_BIAS, CALIBRATED_BIAS)
 _OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 
 
+def _on_the_rows(share: float, steps: int) -> list[Part]:
+    """Nothing trained but rivals on the rows to calibrate on."""
+    return [(share, NOTHING, 0, _UNTRAINED), (share, NOTHING, steps, ON_THE_ROWS)]
+
+
 def _parts(share: float, on_rows: int, numbers: int, others: int) -> list[Part]:
     """All that is trained on a share of the data, with the steps on the rows, of a few numbers, and of the others."""
     return [
-        (share, NOTHING, 0, _UNTRAINED),
-        (share, NOTHING, on_rows, ON_THE_ROWS),
+        *_on_the_rows(share, on_rows),
         (share, NUMBERS, numbers, (PLAIN, NO_RECURRENCE, ALL_SCALED, CALIBRATED, LORA)),
         (share, EVERYTHING, others, _OF_EVERYTHING),
         (share, LORA_TRAINED, others, (PLAIN, CALIBRATED)),
@@ -80,8 +84,8 @@ PLANS: dict[Size, list[Plan]] = {
             _PACKAGED_RATES,
             [*_parts(0.01, 128, 100, 50), (0.1, EVERYTHING, 100, _OF_EVERYTHING)],
         ),
-        (_smollm2("c"), _PACKAGED_RATES, [(0.01, NOTHING, 0, _UNTRAINED)]),
-        (_smollm2("python"), _PACKAGED_RATES, [(0.1, NOTHING, 0, _UNTRAINED)]),
+        (_smollm2("c"), _PACKAGED_RATES, _on_the_rows(0.01, 128)),
+        (_smollm2("python"), _PACKAGED_RATES, _on_the_rows(0.1, 128)),
         *(
             (
                 (f"{family}-0.1M", "wikitext-2", 128, 8, 64, 200_000, ALL, steps),
