@@ -59,7 +59,7 @@ def test_early_stopping_ends_with_the_best_weights():
     for early_stopping in (False, True):
         torch.manual_seed(0)
         model = build("llama", SHAPES["0.03M"])
-        plan = {"learning_rate": 3e-2, "steps": 100, "evaluations": 20, "seed": 0}
+        plan = {"learning_rate": 1e-2, "steps": 200, "evaluations": 20, "seed": 0}
         curves.append(train_on_bytes(model, text, SHAPES["0.03M"], early_stopping=early_stopping, **plan))
         left.append(bits_per_byte(model, text.validation))
     assert left[0] == curves[0][-1] > min(curves[0]) == left[1]
