@@ -201,10 +201,7 @@ def _require_same_plan(model: PreTrainedModel, plan: SavedPlan) -> None:
 def _self_attention_calls(
     trial: nn.Module, base: nn.Module, run: Callable[[], None]
 ) -> tuple[dict[str, AttentionCall], list[str]]:
-    """One call of each self-attention module of the copy that can be patched, keyed by its name, in module order.
-
-    And the classes of other modules that by their names compute self-attention, and ran.
-    """
+    """A call of each self-attention module that can be patched, in module order; the classes of others that ran."""
     names = {module: name for name, module in trial.named_modules()}
     named = {module for module, name in names.items() if is_named_self_attention(name, module)}
     ran: set[nn.Module] = set()
@@ -228,15 +225,13 @@ def _self_attention_calls(
     }
     if found:
         return found, sorted({type(module).__name__ for module in ran if names[module] not in found})
+    classes = {type(module).__name__ for module in trial.modules()}
     raise ValueError(
         f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
         "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
-        f"{shorten(_attention_classes(trial)) or 'none'}). RSA mixes recurrence into softmax self-attention."
+        f"{shorten(sorted(name for name in classes if 'attention' in name.lower())) or 'none'}). RSA mixes recurrence "
+        "into softmax self-attention."
     )
-
-
-def _attention_classes(model: nn.Module) -> list[str]:
-    return sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
 
 
 def _require_all_called(
