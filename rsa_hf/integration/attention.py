@@ -9,7 +9,7 @@ import copyreg
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def _attention_with_rsa(
     """Call an attention function of transformers. Q, K and V are [B, H, T, D] and [B, Hkv, S, D]."""
     if (rsa := heads_of(module)) is None and trial.state.calls is None:
         return base(module, query, key, value, attention_mask, *args, **keywords)
-    if module._forward_hooks:
+    if rsa is not None:
         _note_asked(module)
     causal = keywords.get("is_causal")
     if causal is None:
@@ -136,14 +136,11 @@ def architecture_of(module: nn.Module) -> Architecture | None:
 def connect(model: nn.Module) -> None:
     """Wrap the classes of a model's attention modules that have a row in the table, once in a process.
 
-    A module with RSA heads whose class is neither transformers' nor ours is checked after each forward.
+    The modules around attention with RSA heads are checked after each forward from then on.
     """
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # that of the innermost owner
     for module in model.modules():
-        is_known = type(module).__module__.startswith(trial.OWN) or _require_asked in module._forward_hooks.values()
-        if heads_of(module) is not None and not is_known:
-            module.register_forward_hook(_require_asked)
         row = architecture_of(module)
         if row is None:
             continue
@@ -153,28 +150,50 @@ def connect(model: nn.Module) -> None:
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
             module._old_forward = type(module).forward.__get__(module)
+    trial.state.asked = False  # not by a trial run
+    for module in _around_attention(model):
+        if _require_asked not in module._forward_hooks.values():
+            module.register_forward_hook(_require_asked)
+
+
+def _around_attention(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost modules that call attention modules with RSA heads."""
+    parents = {parent for parent in model.modules() if any(heads_of(child) is not None for child in parent.children())}
+    for parent in parents:
+        if isinstance(parent, nn.ModuleList):  # which is not called, so there a replaced module goes unnoticed
+            yield from (child for child in parent if heads_of(child) is not None)
+        elif parents.isdisjoint(list(parent.modules())[1:]):
+            yield parent
 
 
 def _note_asked(module: nn.Module) -> None:
     """Let `_require_asked` know that the RSA heads of a module take part in its attention."""
-    if not torch.compiler.is_compiling():
-        trial.state.asked = id(module)
-    elif _require_asked in module._forward_hooks.values():  # a graph cannot write to the state of a thread
-        module._rsa_in_graph = True  # type: ignore[assignment]
+    if torch.compiler.is_compiling():
+        _note_in_graph(module)
+    else:
+        trial.state.asked = True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so it runs once, while a graph is traced
+def _note_in_graph(module: nn.Module) -> None:
+    module._rsa_in_graph = True  # type: ignore[assignment]  # a graph cannot write to the state of a thread
 
 
 def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
-    """Check, after its forward, that RSA heads took part in a module's attention, unless it was compiled."""
-    if heads_of(module) is None or torch.compiler.is_compiling() or hasattr(module, "_rsa_in_graph"):
+    """Check, after the forward of a module around attention, that its RSA heads took part, unless it was compiled."""
+    if torch.compiler.is_compiling():
         return
-    asked, trial.state.asked = trial.state.asked, None
-    if asked == id(module):
+    asked, trial.state.asked = trial.state.asked, False
+    if asked:
+        return
+    attention = [part for part in module.modules() if heads_of(part) is not None]
+    if not attention or any(hasattr(part, "_rsa_in_graph") for part in attention):
         return
     raise RuntimeError(
-        f"the RSA heads of this {type(module).__name__} took no part in its forward: its code computes attention "
-        "without transformers' attention interface, as some code does for attn_implementation='eager' or "
-        "output_attentions=True only. Use the settings and the code that the model was patched with, or "
-        "unpatch_model(model)."
+        f"the RSA heads of {type(attention[0]).__name__} took no part in this forward: the module was replaced, or "
+        "computes attention without transformers' attention interface, as some code does for "
+        "attn_implementation='eager' or output_attentions=True only. Use the settings and the code that the model "
+        "was patched with, or unpatch_model(model)."
     )
 
 
@@ -210,8 +229,7 @@ def wrap_class(path: str, name: str) -> Architecture:
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
-        if self._forward_hooks:
-            _note_asked(self)
+        _note_asked(self)
 
         def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
             assert calls is not None

@@ -39,7 +39,7 @@ class _State(threading.local):
 
     calls: list[AttentionCall] | None = None  # the recorded ones; None outside of `record_attention_calls`
     marking: bool = False
-    asked: int | None = None  # id of the last module with forward hooks whose attention went through rsa_hf
+    asked: bool = False  # whether RSA heads took part in attention since the last check
 
 
 state = _State()

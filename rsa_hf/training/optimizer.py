@@ -5,11 +5,12 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from rsa_hf.layer import RSAHeads
 
-# Keywords with which the Trainer lets an optimiser choose its own parameters (GaLore, LOMO, layer-wise ones).
-_OWN_PARAMETERS = {"params", "model", "optimizer_dict"}
+# Optimisers, by a part of their names, whose parameters the Trainer chooses from the model.
+_WITH_OWN_PARAMETERS = ("galore", "apollo", "lomo")
 
 
 def param_groups(
@@ -75,16 +76,16 @@ def optimizer_cls_and_kwargs(
 
 def _optimizer_of(args: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
     """The optimiser class of `args` and its arguments; a ValueError if it accepts no groups."""
-    cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
-    is_class = isinstance(cls, type) and issubclass(cls, Optimizer)
-    # The Trainer recognises bitsandbytes by the class, to keep embeddings out of 8 bits; a factory hides the class.
-    eight_bits = is_class and "bitsandbytes" in str(cls) and keywords.get("optim_bits") == 8
-    if not is_class or eight_bits or _OWN_PARAMETERS & keywords.keys():
-        raise ValueError(
-            f"optim={str(args.optim)!r} chooses its own parameters and accepts no groups. Choose another, such as "
-            "'adamw_torch', or leave optimizer_cls_and_kwargs out."
-        )
-    return cls, keywords
+    if not any(part in args.optim for part in _WITH_OWN_PARAMETERS):
+        cls, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
+        # The Trainer knows bitsandbytes by the class, to keep embeddings out of 8 bits; a factory hides the class.
+        eight_bits = "bitsandbytes" in str(cls) and keywords.get("optim_bits") == 8
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and not eight_bits:
+            return cls, keywords
+    raise ValueError(
+        f"optim={OptimizerNames(args.optim).value!r} chooses its own parameters and accepts no groups. Use another, "
+        "such as 'adamw_torch', or transformers' Trainer without optimizer_cls_and_kwargs."
+    )
 
 
 def _make(model: nn.Module, *, args: TrainingArguments, rsa_learning_rate: float | None) -> Optimizer:

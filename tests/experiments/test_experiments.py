@@ -74,13 +74,8 @@ def test_the_verdict_can_go_either_way(name):
     assert verdict(name, PLAIN, without) == "not confirmed"
     assert verdict(name, (0.5, 1.1, 1.0), without) == "not measurable at this size"
     assert verdict(name, (0.5,), without[:1], plain=PLAIN[:1]) == "not measurable at this size"
-
-
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"confirmation", "defect", "regular-languages"}))
-def test_a_gain_that_no_recurrence_reaches_too_is_not_confirmed(name):
-    rsa = (0.5, 0.56, 0.6)
-    assert verdict(name, rsa, fake_runs(name, NO_RECURRENCE, (0.4, 0.44, 0.47))) == "not confirmed"
-    assert verdict(name, rsa, fake_runs(name, NO_RECURRENCE, (0.7, 0.4, 0.8))) == "not measurable at this size"
+    if name not in ("confirmation", "defect", "regular-languages"):  # a gain that no recurrence reaches too
+        assert verdict(name, (0.5, 0.56, 0.6), fake_runs(name, NO_RECURRENCE, (0.4, 0.44, 0.47))) == "not confirmed"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "regular-languages"])

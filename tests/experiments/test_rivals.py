@@ -8,7 +8,7 @@ from experiments import rivals
 from experiments.byte_models import SHAPES, bits_per_byte, build, train_on_bytes
 from experiments.corpora import read_part, read_splits, training_blocks
 from experiments.runner.experiment import find_experiment
-from experiments.variants import CONVOLUTION, DEFAULT, OF_GPT2
+from experiments.variants import CONVOLUTION, DEFAULT
 
 EXPERIMENT = find_experiment("rivals")
 
@@ -27,11 +27,6 @@ def test_every_rival_is_measured(measured):
     assert all(each[rivals.TIME] > 0 for each in values.values())
     conclusion = EXPERIMENT.conclude(EXPERIMENT.summarise(measured))
     assert len(conclusion.findings) == len(values)
-
-
-def test_a_llama_has_no_positions_of_gpt2():
-    arms = {each["arm"] for each in EXPERIMENT.grid("quick", 1) if each["model"].startswith("llama")}
-    assert not arms & {*OF_GPT2} and arms >= {"plain", CONVOLUTION, DEFAULT}
 
 
 def runs(arm, *tests, text="enwik8"):

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 import families
 from families import build, inputs
@@ -87,23 +86,30 @@ def test_a_function_that_attends_as_transformers_does_is_trusted(family, padding
     assert tried > len(calls) - tried == len(set(calls))
 
 
-class OwnEager(LlamaAttention):  # as some code on the Hub
-    def forward(self, hidden_states, *args, **keywords):
-        if self.config._attn_implementation == "eager":
-            return hidden_states, None
-        return super().forward(hidden_states, *args, **keywords)
+class Instead(torch.nn.Module):  # as TransformerLens has it
+    def __init__(self, attention):
+        super().__init__()
+        self.original = attention
+
+    def forward(self, hidden_states, **keywords):
+        return hidden_states, None
 
 
-def test_a_module_that_computes_attention_itself_is_refused_then():
-    model, batch = build("llama"), inputs("llama")
-    for layer in model.layers:
-        layer.self_attn.__class__ = OwnEager
-    patch_model(model, replace(PLAN, layers=[1]))
-    assert torch.equal(pickle.loads(pickle.dumps(model))(**batch)[0], model(**batch)[0])
-    model.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="OwnEager took no part"):
+@pytest.mark.parametrize("replaced", ["forward", "module"])
+def test_attention_that_goes_round_its_heads_is_refused(replaced):
+    model, batch = patch_model(build("llama"), replace(PLAN, layers=[1])), inputs("llama")
+    compiled = pickle.loads(pickle.dumps(model))
+    compiled.layers[1].self_attn.compile(backend="eager")
+    torch.testing.assert_close(compiled(**batch)[0], model(**batch)[0])
+    attention = model.layers[1].self_attn
+    if replaced == "module":
+        model.layers[1].self_attn = Instead(attention)
+    else:
+        attention.forward = Instead(attention).forward
+    with pytest.raises(RuntimeError, match="LlamaAttention took no part"):
         model(**batch)
     assert not any(module._forward_hooks for module in unpatch_model(model).modules())
+    model(**batch)
 
 
 @torch.no_grad()

@@ -242,6 +242,15 @@ def test_deepspeed_does_not_split_attention_in_silence(which, patched, tmp_path)
     assert ended.stdout.count("refused:") == ended.stdout.count(said) == 2, ended.stdout
 
 
+@pytest.mark.program("transformer-lens", "`TransformerBridge`, which computes attention itself: refused")
+def test_transformer_lens(patched, tokenizer):
+    lens = pytest.importorskip("transformer_lens.model_bridge", reason="needs transformer-lens: make programs")
+    model = AutoModelForCausalLM.from_pretrained(patched)
+    bridge = lens.TransformerBridge.boot_transformers(str(patched), hf_model=model, tokenizer=tokenizer, device="cpu")
+    with pytest.raises(RuntimeError, match="LlamaAttention took no part"):
+        bridge(torch.arange(8)[None])
+
+
 @pytest.mark.program("transformers", "gradient checkpointing, reentrant and not: the gradients without it")
 def test_gradient_checkpointing(patched, tokenizer, sentences):
     batch = tokenizer(sentences[:4], padding=True, return_tensors="pt")

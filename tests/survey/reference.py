@@ -18,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from references import equation_4, visible_keys
 from rsa_hf.integration import attention as hooks
+from rsa_hf.integration import trial
 
 
 @contextmanager
@@ -93,7 +94,9 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
     interface = mock.patch.object(AttentionInterface, "get_interface", get_interface)
     # `mix` is for modules without an `rsa` child too.
     everywhere = mock.patch.object(hooks, "heads_of", lambda module: module)
-    with interface, everywhere, mock.patch.object(hooks, "mix_recurrence", mix):
+    # The heads take part in the forward, as far as its check can see.
+    checked = mock.patch.object(type(trial.state), "asked", property(lambda _: True, lambda *_: None))
+    with interface, everywhere, checked, mock.patch.object(hooks, "mix_recurrence", mix):
         yield
 
 

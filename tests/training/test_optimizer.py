@@ -114,8 +114,7 @@ def test_each_trial_of_a_search_learns_at_its_own_rate(tmp_path):
     assert tried == [[(1e-3, 0.1), (1e-3, 0.0), rsa], [(2e-3, 0.2), (2e-3, 0.0), rsa]]
 
 
-@pytest.mark.parametrize("own", ["params", "model", "optimizer_dict"])
-def test_an_optimiser_that_accepts_no_groups_is_refused(tmp_path, monkeypatch, own):
-    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda args: (AdamW, {"lr": 1.0, own: []}))
-    with pytest.raises(ValueError, match=r"accepts no groups\. Choose another, such as 'adamw_torch'"):
-        optimizer_cls_and_kwargs(arguments(tmp_path))
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw_layerwise", "adalomo"])
+def test_an_optimiser_that_accepts_no_groups_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"optim='{name}'.*accepts no groups\. Use another, such as 'adamw_torch'"):
+        optimizer_cls_and_kwargs(arguments(tmp_path, optim=name, optim_target_modules="all-linear"))
