@@ -74,7 +74,7 @@ def _attention_with_rsa(
     if (rsa := heads_of(module)) is None and trial.state.calls is None:
         return base(module, query, key, value, attention_mask, *args, **keywords)
     if rsa is not None:
-        _note_asked(module)
+        _note_heads_ran(module)
     causal = keywords.get("is_causal")
     if causal is None:
         causal = getattr(module, _DIRECTION_ATTRIBUTES.get(type(module).__name__, "is_causal"), None)
@@ -150,10 +150,10 @@ def connect(model: nn.Module) -> None:
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
             module._old_forward = type(module).forward.__get__(module)
-    trial.state.asked = False  # not by a trial run
+    trial.state.heads_ran = False  # a trial run may have set it
     for module in _around_attention(model):
-        if _require_asked not in module._forward_hooks.values():
-            module.register_forward_hook(_require_asked)
+        if _require_heads_ran not in module._forward_hooks.values():
+            module.register_forward_hook(_require_heads_ran)
 
 
 def _around_attention(model: nn.Module) -> Iterator[nn.Module]:
@@ -166,12 +166,12 @@ def _around_attention(model: nn.Module) -> Iterator[nn.Module]:
             yield parent
 
 
-def _note_asked(module: nn.Module) -> None:
-    """Let `_require_asked` know that the RSA heads of a module take part in its attention."""
+def _note_heads_ran(module: nn.Module) -> None:
+    """Let `_require_heads_ran` know that the RSA heads of a module take part in its attention."""
     if torch.compiler.is_compiling():
         _note_in_graph(module)
     else:
-        trial.state.asked = True
+        trial.state.heads_ran = True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so it runs once, while a graph is traced
@@ -179,12 +179,12 @@ def _note_in_graph(module: nn.Module) -> None:
     module._rsa_in_graph = True  # type: ignore[assignment]  # a graph cannot write to the state of a thread
 
 
-def _require_asked(module: nn.Module, args: Any, output: Any) -> None:
+def _require_heads_ran(module: nn.Module, args: Any, output: Any) -> None:
     """Check, after the forward of a module around attention, that its RSA heads took part, unless it was compiled."""
     if torch.compiler.is_compiling():
         return
-    asked, trial.state.asked = trial.state.asked, False
-    if asked:
+    ran, trial.state.heads_ran = trial.state.heads_ran, False
+    if ran:
         return
     attention = [part for part in module.modules() if heads_of(part) is not None]
     if not attention or any(hasattr(part, "_rsa_in_graph") for part in attention):
@@ -201,7 +201,7 @@ def disconnect(model: nn.Module) -> None:
     """Remove the checks of `connect` from the modules of a model."""
     for module in model.modules():
         vars(module).pop("_rsa_in_graph", None)
-        for key in [key for key, hook in module._forward_hooks.items() if hook is _require_asked]:
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _require_heads_ran]:
             del module._forward_hooks[key]
 
 
@@ -229,7 +229,7 @@ def wrap_class(path: str, name: str) -> Architecture:
         if heads_of(self) is None and calls is None:
             return original(self, *args, **keywords)
         call = dict(zip(names, args, strict=False)) | keywords
-        _note_asked(self)
+        _note_heads_ran(self)
 
         def record(attention: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
             assert calls is not None

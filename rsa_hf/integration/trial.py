@@ -35,11 +35,11 @@ class AttentionCall:
 
 
 class _State(threading.local):
-    """This thread's trial run, and its last call of attention. Other threads may run models of their own."""
+    """A thread's trial run, and whether RSA heads ran in it. Other threads may run models of their own."""
 
     calls: list[AttentionCall] | None = None  # the recorded ones; None outside of `record_attention_calls`
     marking: bool = False
-    asked: bool = False  # whether RSA heads took part in attention since the last check
+    heads_ran: bool = False  # since `_require_heads_ran` looked last
 
 
 state = _State()

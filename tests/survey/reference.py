@@ -95,7 +95,7 @@ def _replaced(attention: Callable[..., Any], mix: Callable[..., Tensor]) -> Iter
     # `mix` is for modules without an `rsa` child too.
     everywhere = mock.patch.object(hooks, "heads_of", lambda module: module)
     # The heads take part in the forward, as far as its check can see.
-    checked = mock.patch.object(type(trial.state), "asked", property(lambda _: True, lambda *_: None))
+    checked = mock.patch.object(type(trial.state), "heads_ran", property(lambda _: True, lambda *_: None))
     with interface, everywhere, checked, mock.patch.object(hooks, "mix_recurrence", mix):
         yield
 
