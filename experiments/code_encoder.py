@@ -34,7 +34,7 @@ PLANS = {  # tokens of a block, blocks of a step, steps, functions and pieces to
     "small": dict(zip(NAMES, (4, 128, 4, 256, 8, 4000, 10**9), strict=True)),
     "full": dict(zip(NAMES, (4, 192, 6, 256, 16, 6000, 10**9), strict=True)),
 }
-RATE, MASKED, EVALUATIONS = 1e-3, 0.15, 20  # the rate of toy and quick, and of the encoders of `defect`
+RATE, MASKED, EVALUATIONS = 1e-3, 0.15, 20  # the rate of toy, and of the encoders of `defect`
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SCORED_BLOCKS = 400  # of validation functions
 LOSS, RATIO, OVER_PLAIN = "nats per masked token", "tokens / plain", "nats per masked token − plain"
@@ -42,8 +42,8 @@ LOSS, RATIO, OVER_PLAIN = "nats per masked token", "tokens / plain", "nats per m
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
     """Plans × variants × learning rates × seeds."""
-    names, rates = (("small", "full"), RATES) if size == "full" else ((size,), (RATE,))
-    each = combinations(arm=ARMS, learning_rate=rates, seed=range(seeds))
+    names = ("small", "full") if size == "full" else (size,)
+    each = combinations(arm=ARMS, learning_rate=(RATE,) if size == "toy" else RATES, seed=range(seeds))
     return [{**PLANS[name], **settings} for name in names for settings in each]
 
 
@@ -219,8 +219,8 @@ EXPERIMENT = compare_variants(
     claim="A bidirectional encoder of code with learned positions reaches the masked-language-modelling loss of the "
     "same encoder without RSA heads with fewer tokens.",
     published="None: the paper trains no masked language model.",
-    remark="RSA heads are those of RSAConfig.from_scratch; the quick size has one learning rate for all variants, "
-    "the full size searches it by the loss shown, of the validation functions of Devign with the same masks.",
+    remark="RSA heads are those of RSAConfig.from_scratch. Learning rates are searched by the loss shown, of the "
+    "validation functions of Devign with the same masks.",
     seeds={"toy": 2, "quick": 2, "full": 2},
     grid=make_grid,
     measure=measure,

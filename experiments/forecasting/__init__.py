@@ -52,8 +52,8 @@ RATES: dict[Size, tuple[float, ...]] = {
     "quick": (2.5e-4, 1e-3, 4e-3, 1.6e-2, 6.4e-2),
     "full": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
 }
-# Series and horizons that take long on a CPU: they are run at two rates.
-_AT_TWO_RATES = {("ETTm1", 96), ("WTH", 24)}
+# A series and horizon that takes long on a CPU: it is run at two rates.
+_AT_TWO_RATES = {("ETTm1", 96)}
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
