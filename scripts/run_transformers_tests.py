@@ -29,17 +29,10 @@ SECONDS_A_TEST = 100
 LIMIT = 1200  # seconds a part
 UNEXPECTED = "NOT EXPECTED:"
 
-# Tests that a patched model is not expected to pass: in which arms, and why.
+# Tests that a patched model is not expected to pass, and why.
 EXPECTED = {
-    "test_model_weights_reload_no_missing_tied_weights": (
-        ("shut", "open"),
-        "the test empties the checkpoint and wants a warning for every parameter; a checkpoint without its RSA "
-        "parameters is an error by design",
-    ),
-    "test_torch_save_load": (
-        ("shut",),
-        "the test subtracts parameters that must be equal; −∞ − (−∞), of a shut gate, is no number",
-    ),
+    "test_model_weights_reload_no_missing_tied_weights": "the test empties the checkpoint and wants a warning for "
+    "every parameter; a checkpoint without its RSA parameters is an error by design"
 }
 
 
@@ -107,9 +100,7 @@ def page(found: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> list[str]:
                 other, why = arms[arm].get(test, ("failed", "was not run"))
                 if other != outcome:
                     name = test.partition("::")[2]
-                    where, reason = EXPECTED.get(name, ((), ""))
-                    if arm not in where:
-                        reason = f"{UNEXPECTED} {why:.300}"
+                    reason = EXPECTED.get(name, f"{UNEXPECTED} {why:.300}")
                     line = f"`{name}` {outcome} → {other}" + ("" if other == "passed" else f": {reason}")
                     differing[line].append(f"{family} {arm}")
     failing = [
