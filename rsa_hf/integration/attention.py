@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -140,12 +141,15 @@ def connect(model: nn.Module) -> None:
     """
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     config_of = {module: owner.config for owner in owners for module in owner.modules()}  # that of the innermost owner
+    graphs = SimpleNamespace(have_heads=False)  # one for all layers, which may share a compiled graph
     for module in model.modules():
-        row = architecture_of(module)
+        row, heads = architecture_of(module), heads_of(module)
+        if heads is not None:
+            module._rsa_graphs = graphs  # type: ignore[assignment]
         if row is None:
             continue
         wrap_class(row.path, row.name)
-        if (heads := heads_of(module)) is not None:
+        if heads is not None:
             heads.architecture, heads.model_config = row, None if row.is_always_causal else config_of.get(module)
         if row.method == "forward" and "_old_forward" in vars(module):
             # Accelerate's hooks keep the forward from before the class was wrapped.
@@ -169,14 +173,14 @@ def _around_attention(model: nn.Module) -> Iterator[nn.Module]:
 def _note_heads_ran(module: nn.Module) -> None:
     """Let `_require_heads_ran` know that the RSA heads of a module take part in its attention."""
     if torch.compiler.is_compiling():
-        _note_in_graph(module)
+        _note_in_graph(module._rsa_graphs)
     else:
         trial.state.heads_ran = True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so it runs once, while a graph is traced
-def _note_in_graph(module: nn.Module) -> None:
-    module._rsa_in_graph = True  # type: ignore[assignment]  # a graph cannot write to the state of a thread
+def _note_in_graph(graphs: Any) -> None:
+    graphs.have_heads = True  # a graph cannot write to the state of a thread
 
 
 def _require_heads_ran(module: nn.Module, args: Any, output: Any) -> None:
@@ -186,21 +190,21 @@ def _require_heads_ran(module: nn.Module, args: Any, output: Any) -> None:
     ran, trial.state.heads_ran = trial.state.heads_ran, False
     if ran:
         return
-    attention = [part for part in module.modules() if heads_of(part) is not None]
-    if not attention or any(hasattr(part, "_rsa_in_graph") for part in attention):
+    attention: Any = next((part for part in module.modules() if heads_of(part) is not None), None)
+    if attention is None or attention._rsa_graphs.have_heads:
         return
     raise RuntimeError(
-        f"the RSA heads of {type(attention[0]).__name__} took no part in this forward: the module was replaced, or "
+        f"the RSA heads of {type(attention).__name__} took no part in this forward: the module was replaced, or "
         "computes attention without transformers' attention interface, as some code does for "
         "attn_implementation='eager' or output_attentions=True only. Use the settings and the code that the model "
-        "was patched with, or unpatch_model(model)."
+        "was patched with, or unpatch_model(model). To skip a layer, replace it, or its output in a forward hook."
     )
 
 
 def disconnect(model: nn.Module) -> None:
     """Remove the checks of `connect` from the modules of a model."""
     for module in model.modules():
-        vars(module).pop("_rsa_in_graph", None)
+        vars(module).pop("_rsa_graphs", None)
         for key in [key for key, hook in module._forward_hooks.items() if hook is _require_heads_ran]:
             del module._forward_hooks[key]
 

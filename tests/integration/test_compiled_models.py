@@ -1,4 +1,4 @@
-"""Training steps under torch.compile(fullgraph=True). test_decoding_strategies.py has compiled decoding."""
+"""Models and layers under torch.compile(fullgraph=True). test_decoding_strategies.py has compiled decoding."""
 
 import pytest
 import torch
@@ -32,6 +32,22 @@ def test_a_training_step_is_one_graph(name, attention):
     assert sum(bool(value.any()) for value in expected.values()) > 10
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["", "self_attn"])
+def test_layers_compiled_one_by_one_share_a_graph(part):
+    model, batch, graphs = patched("llama"), inputs("llama") | {"use_cache": False}, []
+    expected = model(**batch)[0]
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(fullgraph=True, backend=backend)
+    torch.testing.assert_close(model(**batch)[0], expected)
+    assert len(graphs) == 1 < len(model.model.layers)
 
 
 @pytest.mark.slow  # exports a model
