@@ -23,7 +23,7 @@ def decode(value: Tensor, rems: Rems, mask: AttentionMask) -> Tensor:
     visible = boolean_mask(mask, tau[None]) if mask.query_position is None else mask.visible
     assert visible is not None
     of_heads = take_heads(visible, rems.heads, dim=1) if visible.shape[1] > 1 else visible
-    return _weighted_sum((weights * of_heads[:, :, 0]).expand(len(value), -1, -1), value, rems)
+    return _weighted_sum(weights * of_heads[:, :, 0], value, rems)
 
 
 def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
@@ -35,7 +35,7 @@ def _weighted_sum(weights: Tensor, value: Tensor, rems: Rems) -> Tensor:
     rows = tuple(head - first * shared for head in rems.heads)
     num_values = last + 1 - first
     if len(rows) < num_values * shared:
-        padded = weights.new_zeros(len(weights), num_values * shared, weights.shape[2])
+        padded = weights.new_zeros(weights.shape[0], num_values * shared, weights.shape[2])
         weights = padded.index_copy(1, constant(rows, weights.device), weights)
     if num_values < value.shape[1]:
         value = value.narrow(1, first, num_values)

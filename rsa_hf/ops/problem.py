@@ -91,7 +91,7 @@ class Problem(NamedTuple):
         """An empty tensor of the shape, dtype and layout of the output."""
         if self.attention is not None:
             return torch.empty_like(self.attention, memory_format=torch.contiguous_format)
-        shape = (len(self.value), len(self.layout.rows), self.mask.query_length, self.value.shape[3])
+        shape = (self.value.shape[0], len(self.layout.rows), self.mask.query_length, self.value.shape[3])
         return self.value.new_empty(shape, dtype=working_dtype(self.value))
 
 

@@ -1,4 +1,4 @@
-"""ONNX: an exported model gives PyTorch's outputs, also for other batches, lengths and paddings."""
+"""Exported models and steps, and their ONNX, give PyTorch's outputs, also for other batches, lengths and paddings."""
 
 import copy
 from functools import partial
@@ -63,8 +63,8 @@ class Step(torch.nn.Module):
         return self.model(ids, attention_mask=mask, past_key_values=cache).last_hidden_state
 
 
-@pytest.mark.slow  # exports a model
-def test_an_exported_step_of_decoding_gives_the_same_outputs(onnxruntime, tmp_path):
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exported_step_of_decoding_gives_the_same_outputs(onnx, request, tmp_path):
     model = patch_model(build("llama"), FULL_PLAN).eval()
 
     def inputs(batch, cached):
@@ -80,13 +80,20 @@ def test_an_exported_step_of_decoding_gives_the_same_outputs(onnxruntime, tmp_pa
     dynamic, n = torch.export.Dim.DYNAMIC, model.config.num_hidden_layers
     of_cache = [{0: dynamic, 2: dynamic}] * n
     shapes = ({0: dynamic}, {0: dynamic, 1: dynamic}, of_cache, of_cache)
-    torch.onnx.export(Step(model), inputs(2, 7)[0], tmp_path / "step.onnx", dynamo=True, dynamic_shapes=shapes)
-    session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"), providers=["CPUExecutionProvider"])
+    program = torch.export.export(Step(model), inputs(2, 7)[0], dynamic_shapes=shapes)
+    step = program.module()
+    if onnx:
+        runtime, file = request.getfixturevalue("onnxruntime"), str(tmp_path / "step.onnx")
+        torch.onnx.export(program, (), file, dynamo=True)
+        session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+        def step(ids, mask, keys, values):
+            given = zip((each.name for each in session.get_inputs()), (ids, mask, *keys, *values), strict=True)
+            return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in given})[0])
+
     for sizes in ((2, 7), (3, 12)):
-        (ids, mask, keys, values), expected = inputs(*sizes)
-        given = zip((each.name for each in session.get_inputs()), (ids, mask, *keys, *values), strict=True)
-        found = session.run(None, {name: tensor.numpy() for name, tensor in given})[0]
-        numpy.testing.assert_allclose(found, expected.numpy(), atol=1e-4, rtol=1e-4)
+        given, expected = inputs(*sizes)
+        torch.testing.assert_close(step(*given), expected, atol=1e-4, rtol=1e-4)
 
 
 class LastHiddenState(torch.nn.Module):
