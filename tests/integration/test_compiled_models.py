@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -37,17 +38,12 @@ def test_a_training_step_is_one_graph(name, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["", "self_attn"])
 def test_layers_compiled_one_by_one_share_a_graph(part):
-    model, batch, graphs = patched("llama"), inputs("llama") | {"use_cache": False}, []
+    model, batch, graphs = patched("llama"), inputs("llama") | {"use_cache": False}, CompileCounter()
     expected = model(**batch)[0]
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
     for layer in model.model.layers:
-        layer.get_submodule(part).compile(fullgraph=True, backend=backend)
+        layer.get_submodule(part).compile(fullgraph=True, backend=graphs)
     torch.testing.assert_close(model(**batch)[0], expected)
-    assert len(graphs) == 1 < len(model.model.layers)
+    assert graphs.frame_count == 1 < len(model.model.layers)
 
 
 @pytest.mark.slow  # exports a model

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 from ops.agreement import DILATION, KINDS, Product, assert_close, draw, product, values_and_gradients
@@ -50,18 +51,13 @@ def test_a_product_that_is_mixed_in_is_one_graph():
 
 
 def test_a_new_length_does_not_recompile():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    dynamic = torch.compile(Product(), fullgraph=True, backend=count)
+    graphs = CompileCounter()
+    dynamic = torch.compile(Product(), fullgraph=True, backend=graphs)
     for T in (40, 47, 90, 300):
         tensors = [tensor.detach() for tensor in draw(T)]
         torch._dynamo.mark_dynamic(tensors[0], 2)
         assert torch.equal(dynamic(*tensors), Product()(*tensors))
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("mixed", [True, False])
