@@ -31,14 +31,12 @@ def weight(described, rate, angle, step):
     return free[step - 1] if step <= len(free) else lag_weight(kind, rate, angle, step)
 
 
-def added_to_the_papers(described, rate, angle, step):
-    return lag_weight(described[0], rate, angle, step) + weight(("regular", described[1]), 0 * rate, angle, step)
-
-
 BROKEN = {
     "one step late": lambda described, rate, angle, step: weight(described, rate, angle, step + 1),
     "backwards": lambda described, *others: weight((described[0], described[1].flip(0)), *others),
-    "added to the paper's": added_to_the_papers,
+    "added to the paper's": lambda described, rate, *others: (
+        lag_weight(described[0], rate, *others) + weight(("regular", described[1]), 0 * rate, *others)
+    ),
 }
 
 
