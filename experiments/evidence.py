@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import calibrate, confirmation, rivals
-from experiments.calibrate.arms import CALIBRATED, IA3_ON_ROWS, LORA_ON_ROWS, PLAIN, TOKEN_BIAS
+from experiments.calibrate.arms import CALIBRATED, FACTORS_ON_ROWS, IA3_ON_ROWS, LORA_ON_ROWS, PLAIN, TOKEN_BIAS
 from experiments.calibrate.training import NOTHING
 from experiments.runner.experiment import Experiment, Size
 from experiments.runner.panels import COLOURS, panels
@@ -30,6 +30,7 @@ NAMES = {
 RIVALS_OF_CALIBRATED = {
     NO_RECURRENCE: "its gates with P = 0",
     TOKEN_BIAS: "a token bias",
+    FACTORS_ON_ROWS: "two factors a head, on the same rows",
     IA3_ON_ROWS: "IA³ on the same rows",
     LORA_ON_ROWS: "LoRA of rank 1 on the same rows",
 }

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.calibrate.arms import (
+    ADAPTERS_ON_ROWS,
     ALL_SCALED,
     CALIBRATED,
     CALIBRATED_BIAS,
+    FACTORS_ON_ROWS,
     LORA,
     ON_THE_ROWS,
     PLAIN,
@@ -55,7 +57,7 @@ _OF_EVERYTHING = (PLAIN, SCALED, CALIBRATED)
 
 def _on_the_rows(share: float, steps: int) -> list[Part]:
     """Nothing trained but rivals on the rows to calibrate on."""
-    return [(share, NOTHING, 0, _UNTRAINED), (share, NOTHING, steps, ON_THE_ROWS)]
+    return [(share, NOTHING, 0, _UNTRAINED), (share, NOTHING, steps, ADAPTERS_ON_ROWS)]
 
 
 def _parts(share: float, on_rows: int, numbers: int, others: int) -> list[Part]:
@@ -82,7 +84,11 @@ PLANS: dict[Size, list[Plan]] = {
         (
             _smollm2("wikitext-2"),
             _PACKAGED_RATES,
-            [*_parts(0.01, 128, 100, 50), (0.1, EVERYTHING, 100, _OF_EVERYTHING)],
+            [
+                *_parts(0.01, 128, 100, 50),
+                (0.01, NOTHING, 128, (FACTORS_ON_ROWS,)),
+                (0.1, EVERYTHING, 100, _OF_EVERYTHING),
+            ],
         ),
         (_smollm2("c"), _PACKAGED_RATES, _on_the_rows(0.01, 128)),
         (_smollm2("python"), _PACKAGED_RATES, _on_the_rows(0.1, 128)),
@@ -132,11 +138,6 @@ def _gain(run: Run, against: Run) -> float:
     return float(against.values["score"]) - worst_if_nan(float(run.values["score"]))
 
 
-def by_validation(run: Run) -> float:
-    """The score that learning rates are chosen by; with nothing trained there is none."""
-    return float(run.values.get("validation", 0))
-
-
 def _gain_over(rival: str) -> Column:
     def column(case: Case, arm: str) -> list[Any] | None:
         arms = {CALIBRATED, CALIBRATED_BIAS} if rival == TOKEN_BIAS else {CALIBRATED}
@@ -148,7 +149,7 @@ def _gain_over(rival: str) -> Column:
 COMPARISON = Comparison(
     GROUP,
     (PLAIN, CALIBRATED),
-    by_validation,
+    lambda run: float(run.values.get("validation", 0)),  # with nothing trained there is none
     {
         **all_measured("score", "numbers", "validation", "chosen heads", "checked gain"),
         **all_measured("checked gain without recurrence", "learning_rate", "seconds"),

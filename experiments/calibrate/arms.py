@@ -10,7 +10,8 @@
 * `all heads scaled`: every head of the model multiplied by a learned factor.
 * `smallest lora`: PEFT's LoRA of rank 1, on the modules that PEFT chooses.
 * `lora on the rows`: the same, trained on the rows to calibrate on alone; `ia3 on the rows`: PEFT's IA³ (Liu et al.,
-  2022), a factor for each channel of keys and values, and inside the feed-forward layers.
+  2022), a factor for each channel of keys and values, and inside the feed-forward layers; `factors on the rows`:
+  for each head of a Llama a factor for its scores, a temperature, and one for its output.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,11 +30,21 @@ PLAIN, CALIBRATED, LORA = "plain", "calibrated", "smallest lora"
 SCALED, ALL_SCALED = "scaled heads", "all heads scaled"
 TOKEN_BIAS, CALIBRATED_BIAS = "token bias", "calibrated with token bias"
 TRIGRAMS = "byte trigrams"
-ON_THE_ROWS = LORA_ON_ROWS, IA3_ON_ROWS = "lora on the rows", "ia3 on the rows"
+ADAPTERS_ON_ROWS = LORA_ON_ROWS, IA3_ON_ROWS = "lora on the rows", "ia3 on the rows"
+FACTORS_ON_ROWS = "factors on the rows"
+ON_THE_ROWS = *ADAPTERS_ON_ROWS, FACTORS_ON_ROWS
 
 
 def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
     """Turn a plain model into what a variant is before training, in place."""
+    if variant == FACTORS_ON_ROWS:
+        heads = model.config.num_attention_heads
+        for layer in model.requires_grad_(False).model.layers:
+            before, after = layer.self_attn.q_proj, layer.self_attn.o_proj
+            before.factor, after.factor = (nn.Parameter(torch.zeros(heads)) for _ in range(2))
+            before.register_forward_hook(lambda projection, _, queries: _scaled(queries, projection.factor))
+            after.register_forward_pre_hook(lambda projection, args: _scaled(args[0], projection.factor))
+        return model
     if variant in (LORA, *ON_THE_ROWS):
         config = peft.IA3Config() if variant == IA3_ON_ROWS else peft.LoraConfig(r=1, lora_alpha=1)
         return peft.get_peft_model(model, config)
@@ -49,6 +60,11 @@ def make_variant(variant: str, model: PreTrainedModel, plan: RSAConfig) -> Any:
         elif variant in (SCALED, ALL_SCALED):
             module.rsa = ScaledHeads(heads)
     return model
+
+
+def _scaled(values: Tensor, factors: Tensor) -> Tensor:
+    """Queries or outputs of heads, [B, T, H · D], times one factor for each head, given as its difference from 1."""
+    return ((1 + factors).repeat_interleave(values.shape[-1] // len(factors)) * values).to(values.dtype)
 
 
 @torch.no_grad()

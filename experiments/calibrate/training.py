@@ -18,6 +18,7 @@ import rsa_hf.peft
 from experiments.byte_counts import bits_of_bytes
 from experiments.calibrate.arms import (
     CALIBRATED_BIAS,
+    LORA,
     ON_THE_ROWS,
     PLAIN,
     TOKEN_BIAS,
@@ -56,7 +57,7 @@ def measure(settings: Settings) -> Values:
             variant = _with_lora(arm, model, plan)
         else:
             variant = make_variant(arm, model, plan)
-            if trained != EVERYTHING and not isinstance(variant, peft.PeftModel):
+            if trained != EVERYTHING and arm not in (LORA, *ON_THE_ROWS):
                 _freeze_weights(variant, trained)
         variant = variant.to(default_device())
         rows = _rows_to_calibrate_on(text, settings)

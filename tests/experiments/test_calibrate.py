@@ -55,6 +55,12 @@ def test_factors_scale_attention():
     for (_, heads), (_, of) in zip(patched_modules(scaled), patched_modules(calibrated), strict=True):
         heads.factor.copy_(-of.rates()["gate"] / heads.spec.layout.scale)
     torch.testing.assert_close(logits(scaled), logits(damped))
+    tuned, plain = v.make_variant(v.FACTORS_ON_ROWS, llama(), PLAN), llama()
+    factors, weights = (model.model.layers[0].self_attn for model in (tuned, plain))
+    factors.q_proj.factor[1], factors.o_proj.factor[2] = 2, 1
+    weights.q_proj.weight.view(4, -1, plain.config.hidden_size)[1] *= 3
+    weights.o_proj.weight.view(plain.config.hidden_size, 4, -1)[:, 2] *= 2
+    torch.testing.assert_close(logits(tuned), logits(plain))
 
 
 @torch.no_grad()

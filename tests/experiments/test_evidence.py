@@ -76,6 +76,7 @@ def expected_rows():
     names = {
         "no recurrence": "its gates with P = 0",
         "token bias": "a token bias",
+        "factors on the rows": "two factors a head, on the same rows",
         "ia3 on the rows": "IA³ on the same rows",
         "lora on the rows": "LoRA of rank 1 on the same rows",
     }
