@@ -105,7 +105,7 @@ class RSAHeads(nn.Module):
             [B, T, H, D] in the dtype of `attention`: RSA heads mixed, plain heads unchanged.
 
         Raises:
-            ValueError: the layer does not have the heads of the spec, or its lengths differ from those of `mask`.
+            ValueError: the layer does not have the heads of the spec, or its sizes do not fit each other or the mask.
             NotImplementedError: called under `torch.jit.trace`.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -113,7 +113,7 @@ class RSAHeads(nn.Module):
                 "RSA does not work with torch.jit.trace, which torch.onnx.export(dynamo=False) uses too: it would "
                 "record the masks of the example. Use torch.export, or torch.onnx.export(..., dynamo=True)."
             )
-        (_, T, H, _), (_, Hv, S, _), last = attention.shape, value.shape, self.spec.layout.rows[-1].head
+        (B, T, H, D), (_, Hv, S, _), last = attention.shape, value.shape, self.spec.layout.rows[-1].head
         total = H if shard is None else H * shard.size
         if last >= total or H % Hv:
             raise ValueError(
@@ -121,10 +121,10 @@ class RSAHeads(nn.Module):
                 f"{Hv * total // H} value heads: indices below {total}, and a whole number of heads per value head, "
                 "are possible."
             )
-        if (mask.query_length, mask.key_length) != (T, S):
+        if (mask.query_length, mask.key_length) != (T, S) or value.shape != (B, Hv, S, D):
             raise ValueError(
-                f"attention has {T} queries and {S} values, but the mask was read for {mask.query_length} and "
-                f"{mask.key_length}."
+                f"attention is {list(attention.shape)}, value {list(value.shape)}, and the mask is for "
+                f"{mask.query_length} queries and {mask.key_length} keys: [B, T, H, D] and [B, Hv, S, D] are needed."
             )
         if value.is_meta:
             return torch.empty_like(attention)

@@ -26,6 +26,7 @@ a separate number for each k = 1 … K.
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -155,10 +156,11 @@ def head_tensors(
     of decay.
 
     Raises:
+        TypeError: a dilation that is not a whole number.
         ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    dilation = (dilation,) if isinstance(dilation, int) else tuple(dilation)
+    dilation = (dilation,) if isinstance(dilation, int) else tuple(map(operator.index, dilation))
     if not isinstance(decay, Tensor):
         decay = torch.tensor(decay, dtype=None if device is None else widest_dtype(device), device=device)
     rates = decay.to(device=device).reshape(-1)
