@@ -59,15 +59,18 @@ def new_folder(name: str, overwrite: bool) -> Path:
 
 def _config_of(plan: str) -> "RSAConfig":
     """The config that settings give, directly or in a file."""
-    from rsa_hf.config import RSAConfig
+    from rsa_hf.training.arguments import RSAArguments
     from rsa_hf.utils.yaml import read_yaml
 
     is_text = plan.lstrip().startswith(("{", "[")) or ": " in plan
     try:
         content = read_yaml(plan if is_text else Path(expanded(plan)).read_text(encoding="utf-8"))
-        return RSAConfig.from_dict(content["rsa"] if isinstance(content, dict) and "rsa" in content else content)
-    except (TypeError, ValueError) as error:
+        config = RSAArguments(content["rsa"] if isinstance(content, dict) and "rsa" in content else content).config
+    except ValueError as error:
         raise ValueError(f"--plan {plan:.200}: {error}") from error
+    if config is None:
+        raise ValueError(f"--plan {plan:.200}: it has no settings of RSAConfig, which say which heads to add.")
+    return config
 
 
 def save_tokenizer(base: str, out: Path) -> bool:

@@ -56,7 +56,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["patch", "{base}", "out", "--plan", "{{num_regula: 2}}"], "unknown RSA setting 'num_regula'. Did you mean"),
         (["patch", "{base}", "out", "--plan", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["patch", "{base}", "out", "--plan", "{{a"], "not valid YAML"),
-        (["patch", "{base}", "out", "--plan", "[1]"], "expected RSAConfig or a mapping"),
+        (["patch", "{base}", "out", "--plan", "[1]"], "it has no settings of RSAConfig"),
         (["patch", "{patched}", "out"], "already has RSA heads"),
         (["calibrate", "{patched}", "out", "--text", "text.txt"], "patched already"),
         (["calibrate", "{base}", "out", "--text", "x", "--config", "x"], "either --text FILE, or --config FILE"),
