@@ -99,9 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     train_to_end(trainer, folder, defect_scores.compute_metrics([[1, 0], [0, 1]], [0, 1]))
     logits = {
-        split: defect_scores.by_function(
-            *defect_scores.parts_of(trainer.predict(rows[split], metric_key_prefix=split))
-        )
+        split: defect_scores.functions_of(trainer.predict(rows[split], metric_key_prefix=split))
         for split in rows
         if split != "train"
     }
@@ -324,9 +322,7 @@ def _logits(
             fp16=run.training.fp16,
         )
         trainer = _Trainer(model=model, args=args, data_collator=DataCollatorWithPadding(tokenizer))
-        return defect_scores.by_function(
-            *defect_scores.parts_of(trainer.predict(tokenize(examples, tokenizer, run.data)))
-        )
+        return defect_scores.functions_of(trainer.predict(tokenize(examples, tokenizer, run.data)))
 
 
 def _fit_to_each_other(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DefectDataConfig) -> None:

@@ -254,12 +254,12 @@ def trainer_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
     For `long_functions="chunk"`, pass `label_names=["labels", "example_id"]` to `TrainingArguments`. The Trainer then
     passes on the example ids, and the chunks of a function are scored together.
     """
-    return compute_metrics(*parts_of(eval_prediction))
+    return compute_metrics(*functions_of(eval_prediction))
 
 
-def parts_of(predictions: Any) -> tuple[Any, Any, Any]:
-    """Logits, labels and example ids of an `EvalPrediction`, or of what `Trainer.predict` returns."""
+def functions_of(predictions: Any) -> tuple[Any, Any]:
+    """`by_function` of an `EvalPrediction`, or of what `Trainer.predict` returns."""
     logits, labels = predictions.predictions, predictions.label_ids
     logits = logits[0] if isinstance(logits, tuple) else logits
     labels, example_ids = labels if isinstance(labels, tuple) else (labels, None)
-    return logits, labels, example_ids
+    return by_function(logits, labels, example_ids)
