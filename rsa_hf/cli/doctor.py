@@ -117,12 +117,14 @@ def _backends() -> Iterator[Finding]:
 
 
 def _hooks() -> Iterator[Finding]:
-    from rsa_hf.integration import install, installed, what_fits
+    from rsa_hf.integration import install, what_fits
 
     install()
+    from rsa_hf.integration.hook_table import HOOKS
+    from rsa_hf.integration.hooks import is_installed
+
     yield "ok", "transformers", what_fits()
-    for name, is_on in installed().items():
-        yield "ok" if is_on else "FAIL", "hook", name
+    yield from (("ok" if is_installed(hook) else "FAIL", "hook", str(hook)) for hook in HOOKS)
 
 
 def _self_check() -> Iterator[Finding]:

@@ -5,7 +5,7 @@ import functools
 import transformers
 from packaging.version import Version
 
-__all__ = ["TRANSFORMERS_RANGE", "install", "installed", "what_fits"]
+__all__ = ["TRANSFORMERS_RANGE", "install", "what_fits"]
 
 TRANSFORMERS_RANGE = ("5.17", "5.25")  # tested at both ends; the upper end is excluded
 
@@ -31,11 +31,3 @@ def install() -> None:
             "tested with, or a newer rsa_hf."
         ) from error
     hook_table.install()
-
-
-def installed() -> dict[str, bool]:
-    """Each hook by name, and whether it is in place."""
-    from rsa_hf.integration.hook_table import HOOKS
-    from rsa_hf.integration.hooks import is_installed
-
-    return {str(hook): is_installed(hook) for hook in HOOKS}
