@@ -5,7 +5,6 @@ import signal
 import threading
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rsa_hf.report import rsa_report
@@ -40,28 +39,9 @@ class RSACallback(TrainerCallback):
 
 
 class ProgressBar(ProgressCallback):
-    """One bar for training, with the loss, and one for each evaluation, with a line of its metrics."""
+    """transformers' bars, with the loss beside the one for training, and a line of metrics after each evaluation."""
 
     training_bar: Any
-    prediction_bar: Any
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the bar where the run starts."""
-        self.current_step = state.global_step
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="training", unit="step", dynamic_ncols=True
-            )
-
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Show the bar of an evaluation."""
-        if self.prediction_bar is None and state.is_world_process_zero:
-            self.prediction_bar = tqdm(
-                total=len(eval_dataloader), desc="evaluating", unit="batch", leave=False, delay=2, dynamic_ncols=True
-            )
-        super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader)  # type: ignore[no-untyped-call]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Print the metrics, and exclude the time of the evaluation from the estimate for training."""
