@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rsa_hf import RSAHeads
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import rems_and_gate
 from rsa_hf.rem import complex_powers, mix, take_heads, weights_of_lags
 
 FORMS = ("amplitude", "unit lag", "kernel", "nothing")
@@ -34,7 +35,7 @@ class FormHeads(RSAHeads):
     def __init__(self, heads: RSAHeads, form: str, lags: int = 0) -> None:
         super().__init__(heads.spec)
         self.form = form
-        rems, _ = self.rems_and_gate()
+        rems, _ = rems_and_gate(self.learned, self.spec.layout, 1)
         if form == "kernel":
             start = weights_of_lags(rems, torch.arange(1, lags + 1), torch.float32)
             self.kernel = nn.Parameter(start.detach())
@@ -48,7 +49,7 @@ class FormHeads(RSAHeads):
         if self.form == "kernel":
             f = nn.functional.pad(self.kernel, (1, max(0, length - 1 - self.kernel.shape[1])))
             return f[:, :length]
-        rems, _ = self.rems_and_gate()
+        rems, _ = rems_and_gate(self.learned, self.spec.layout, 1)
         unit = self.mu.new_tensor([[0, -1] if kind == "sin" else [1, 0] for kind in rems.kinds])
         c = self.amplitude if self.form == "amplitude" else unit
         lags = torch.arange(length, device=self.mu.device)

@@ -22,9 +22,9 @@ from transformers.utils import logging
 from rsa_hf.config import LayerSpec
 from rsa_hf.ops.autograd import solve
 from rsa_hf.ops.mask import AttentionMask
-from rsa_hf.ops.problem import Learned, Problem, rems_and_gate
+from rsa_hf.ops.problem import Learned, Problem
 from rsa_hf.ops.shard import Shard, sum_gradients
-from rsa_hf.rem import KINDS, Rems, decay_rates
+from rsa_hf.rem import KINDS, decay_rates
 
 logger = logging.get_logger(__name__)
 
@@ -138,12 +138,6 @@ class RSAHeads(nn.Module):
             if not layout.rows:
                 return attention
         return solve(Problem(value, attention, learned, layout, H // Hv, mask))
-
-    def rems_and_gate(self) -> tuple[Rems, Tensor]:
-        """The REMs and the gate of each head, (R,), in float64 where the device has it."""
-        rems, gate = rems_and_gate(self.learned, self.spec.layout, 1)
-        assert gate is not None
-        return rems, gate
 
     @property
     def learned(self) -> Learned:

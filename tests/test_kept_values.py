@@ -15,6 +15,7 @@ import rsa_hf.ops.mask
 from families import FULL_PLAN, build, inputs, patched, tokens
 from rsa_hf import RSAConfig, RSAHeads, patch_model, rem_product
 from rsa_hf.ops.cpp.build import library
+from rsa_hf.ops.problem import rems_and_gate
 from rsa_hf.ops.read_mask import read_attention_mask
 from rsa_hf.ops.reference import dense_rem_product
 from rsa_hf.rem import kept_constants
@@ -164,12 +165,12 @@ def test_training_and_decoding_inside_another_default_device(family):
 
 
 def test_a_constant_that_follows_the_default_device_is_caught(monkeypatch):
-    heads = new_heads()
-    expected = heads.rems_and_gate()[0].decay
+    arguments = (heads := new_heads()).learned, heads.spec.layout, 1
+    expected = rems_and_gate(*arguments)[0].decay
     with torch.device("meta"):
-        assert torch.equal(heads.rems_and_gate()[0].decay, expected)
+        assert torch.equal(rems_and_gate(*arguments)[0].decay, expected)
         monkeypatch.setattr(rsa_hf.ops.problem, "constant", lambda numbers, _: torch.tensor(numbers))
-        assert not torch.equal(heads.rems_and_gate()[0].decay, expected)
+        assert not torch.equal(rems_and_gate(*arguments)[0].decay, expected)
 
 
 def test_a_measured_tuning_is_not_used_where_results_must_be_deterministic(monkeypatch):

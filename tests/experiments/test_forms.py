@@ -10,6 +10,7 @@ from experiments.forms import FORMS, FormHeads
 from experiments.variants import patched_modules
 from rsa_hf import RSAConfig, patch_model
 from rsa_hf.ops.mask import AttentionMask
+from rsa_hf.ops.problem import rems_and_gate
 
 T, MEMORY, LAGS = 7, 5, 3
 
@@ -25,7 +26,7 @@ def f(heads, h, lag):
     """The weight of a lag ≥ 1 in head h, in Python's own complex numbers."""
     if heads.form in ("kernel", "nothing"):
         return float(heads.kernel[h, lag - 1]) if heads.form == "kernel" and lag <= LAGS else 0.0
-    rems, _ = heads.rems_and_gate()
+    rems, _ = rems_and_gate(heads.learned, heads.spec.layout, 1)
     z = cmath.rect(*(float(rate[h]) for rate in (rems.decay, rems.theta)))
     unit = -1j if rems.kinds[h] == "sin" else 1
     c = unit if heads.form == "unit lag" else complex(*heads.amplitude[h].tolist())
