@@ -22,7 +22,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
     """Start or continue the training, and load the best model if `load_best_model_at_end` asks for it.
 
     `metrics` are the names of an evaluation's metrics besides the loss. A signal ends the run with a SystemExit, after
-    a checkpoint; running out of memory is a ValueError that says what to lower.
+    a checkpoint.
     """
     args, main = trainer.args, trainer.is_world_process_zero()
     known, best = {"loss", *metrics}, args.metric_for_best_model
@@ -53,18 +53,7 @@ def train_to_end(trainer: RSATrainer, folder: RunFolder, metrics: Iterable[str])
         kept = state.best_model_checkpoint if args.load_best_model_at_end else None
         trainer._load_from_checkpoint(str(kept or checkpoint))
         return
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    except RuntimeError as error:
-        if "PytorchStreamWriter" in str(error) or "inline_container" in str(error):
-            raise OSError(f"a checkpoint could not be written, as on a full disk ({str(error)[:200]}).") from error
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        raise ValueError(
-            f"out of memory ({str(error).splitlines()[0]:.200}). Lower per_device_train_batch_size (now "
-            f"{args.per_device_train_batch_size}; gradient_accumulation_steps keeps what is learned) or "
-            "per_device_eval_batch_size, or set gradient_checkpointing to true."
-        ) from error
+    trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.stop.signal is not None:
         if not (args.folder / f"checkpoint-{trainer.state.global_step}").exists():
             assert trainer.model is not None

@@ -16,7 +16,6 @@ from file_edits import edit_json
 from launching import ROOT, run_processes
 from rsa_hf import patch_model
 from rsa_hf.training.callbacks import RSACallback
-from rsa_hf.training.rsa_trainer import RSATrainer
 from small_runs import assert_same_weights, saved_weights
 
 SIZES = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -210,16 +209,6 @@ def test_mistakes_end_in_one_line(tmp_path, text, run, words, said, monkeypatch)
     code, _, err = run(*(config if word == "CONFIG" else word for word in words))
     assert code == 2 and said in err
     assert "Traceback" not in err
-
-
-def test_out_of_memory_names_what_to_lower(tmp_path, text, run, monkeypatch):
-    def full(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(RSATrainer, "training_step", full)
-    config = written(tmp_path, {**LM, "train_file": str(text)})
-    code, _, err = run("train", "lm", config, "--output_dir", tmp_path / "out")
-    assert code == 2 and "per_device_train_batch_size" in err and "gradient_checkpointing" in err
 
 
 def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, run):
