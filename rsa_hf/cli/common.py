@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from rsa_hf.utils.locate import locate
@@ -21,7 +22,7 @@ def exit_on_error() -> Iterator[None]:
     """Print `error: …` and exit with code 2 if settings, files or packages do not fit, or training diverges."""
     try:
         yield
-    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

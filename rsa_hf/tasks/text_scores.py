@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
@@ -119,10 +118,7 @@ def set_memory(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         raise ValueError(f"eval_memory={unknown}: a {type(model).__name__} allows {allowed or 'none'}.")
     before = {name: getattr(model.config, name) for name in settings}
     if settings:
-        try:
-            type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
-        except (StrictDataclassError, ValueError) as error:
-            raise ValueError(f"eval_memory={dict(settings)}: does not fit the model ({error}).") from error
+        type(model.config).from_dict({**model.config.to_dict(), **settings})  # validates the values
     try:
         for name, value in settings.items():
             setattr(model.config, name, value)

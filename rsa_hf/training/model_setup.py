@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import IterableDataset
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, logging
 
@@ -20,7 +19,7 @@ from rsa_hf.patching import is_patched, patch_model
 from rsa_hf.training.arguments import ModelArguments, RunArguments, as_mapping
 from rsa_hf.utils.files import write_text
 from rsa_hf.utils.locate import locate
-from rsa_hf.utils.text import brief, did_you_mean
+from rsa_hf.utils.text import did_you_mean
 
 
 def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any) -> PreTrainedModel:
@@ -37,15 +36,12 @@ def load_model(auto_class: Any, arguments: ModelArguments, **config_values: Any)
     place, overrides = locate(name or ""), as_mapping("config_overrides", arguments.config_overrides)
     values = {**config_values, **overrides}
     # transformers accepts any key, so a misspelt one would have no effect.
-    try:
-        if name is None:
-            usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
-            unknown = [key for key in overrides if not hasattr(usual, key)]
-        else:
-            config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
-            usual = config
-    except StrictDataclassError as error:
-        raise ValueError(f"config_overrides={brief(overrides)}: {error}") from error
+    if name is None:
+        usual, config = (AutoConfig.for_model(str(kind), **changes) for changes in ({}, values))
+        unknown = [key for key in overrides if not hasattr(usual, key)]
+    else:
+        config, unknown = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **values)
+        usual = config
     for key in unknown:
         hint = did_you_mean(key, usual.to_dict())
         raise ValueError(f"config_overrides: a {type(config).__name__} has no entry {key!r}.{hint}")
