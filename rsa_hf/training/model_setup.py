@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,20 +90,13 @@ def _load_without_report(auto_class: Any, place: str, **keywords: Any) -> tuple[
 
 
 def load_tokenizer(name: str, **settings: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; missing files are a ValueError, also where transformers would make one without words."""
-    advice = (
-        "Save its own there by tokenizer.save_pretrained. Runs also take a tokenizer_name, which is bytes for a "
-        "language model of bytes."
-    )
-    folder = locate(name)
-    if Path(folder, "run.json").exists() and not Path(folder, "config.json").exists():
-        advice = "It is the folder of a run that has not ended: continue it, or name a checkpoint-… in it."
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **settings)
-    except ValueError as error:
-        raise ValueError(f"{name} has no tokenizer: {' '.join(str(error).split()):.200}. {advice}") from error
+    """Load a tokenizer; a ValueError where files are missing, and transformers would make one without words."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name), **settings)
     if len({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}) < 2:
-        raise ValueError(f"{name} has no tokenizer: all words would be unknown. {advice}")
+        raise ValueError(
+            f"{name} has no tokenizer: all words would be unknown. Save its own there by tokenizer.save_pretrained. "
+            "Runs also take a tokenizer_name, which is bytes for a language model of bytes."
+        )
     return tokenizer
 
 
