@@ -26,7 +26,6 @@ a separate number for each k = 1 … K.
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -156,11 +155,10 @@ def head_tensors(
     of decay.
 
     Raises:
-        TypeError: a dilation that is not a whole number.
-        ValueError: an unknown kind, a dilation below 1, or descriptions of different lengths.
+        ValueError: an unknown kind, a dilation that is no whole number ≥ 1, or descriptions of different lengths.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    dilation = (dilation,) if isinstance(dilation, int) else tuple(map(operator.index, dilation))
+    dilation = (dilation,) if isinstance(dilation, int) else tuple(dilation)
     if not isinstance(decay, Tensor):
         decay = torch.tensor(decay, dtype=None if device is None else widest_dtype(device), device=device)
     rates = decay.to(device=device).reshape(-1)
@@ -174,11 +172,12 @@ def head_tensors(
         if kind not in KINDS:
             raise ValueError(f"kinds={kind!r}: choose from {', '.join(KINDS)}.")
     for d in dilation:
-        if d < 1:
+        if d < 1 or d != int(d):
             raise ValueError(f"dilation={d}: a whole number ≥ 1 is needed.")
     kinds = kinds * H if len(kinds) == 1 else kinds
+    dilation = tuple(map(int, dilation * H if len(dilation) == 1 else dilation))
     turns = constant(tuple(kind != "regular" for kind in kinds), rates.device, torch.bool)
-    return kinds, rates.expand(H), torch.where(turns, angles, 0), dilation * H if len(dilation) == 1 else dilation
+    return kinds, rates.expand(H), torch.where(turns, angles, 0), dilation
 
 
 # --- RSA heads among the heads of a layer ---------------------------------------------------------------------------
@@ -230,8 +229,8 @@ def complex_powers(rems: Rems, exponents: Tensor, dtype: torch.dtype) -> tuple[T
     wide = widest_dtype(exponents.device)
     k = exponents.to(wide)
     decay, theta = (rate.to(wide)[:, None] for rate in (rems.decay, rems.theta))
-    # A decay of 0 is replaced by 10⁻⁶⁰: the derivatives of 0^k contain 0 · 0^−1, which is NaN.
-    modulus = torch.where(decay == 0, decay + 1e-60, decay) ** k
+    # A decay of 0 is replaced by a tiny one, 10⁻⁶² in float64: the derivatives of 0^k contain 0 · 0^−1, which is NaN.
+    modulus = torch.where(decay == 0, decay + torch.finfo(wide).tiny ** 0.2, decay) ** k
     # Long decays end in subnormal numbers, which processors multiply far more slowly: use 0 instead.
     limits = torch.finfo(dtype)
     modulus = torch.where((modulus.abs() < limits.tiny / limits.eps) & (k > 1), 0, modulus)

@@ -59,8 +59,13 @@ def test_parameters_that_trl_has_rounded_learn_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("H", "T", "message"), [(4, 5, "up to index 6.*has 4 heads"), (10, 6, "mask is for 6 queries and 6 keys")]
+    ("H", "T", "D", "message"),
+    [
+        (4, 5, 2, "up to index 6.*has 4 heads"),
+        (10, 6, 2, "for 6 queries and 6 keys"),
+        (10, 5, 9, "value .1, 10, 5, 2"),
+    ],
 )
-def test_a_layer_with_too_few_heads_and_a_mask_of_another_length_are_errors(H, T, message):
+def test_a_layer_with_too_few_heads_and_other_sizes_than_those_of_v_or_the_mask_are_errors(H, T, D, message):
     with pytest.raises(ValueError, match=message):
-        make()(torch.randn(1, 5, H, 2), torch.randn(1, H, 5, 2), AttentionMask(T, T, 0, True))
+        make()(torch.randn(1, 5, H, D), torch.randn(1, H, 5, 2), AttentionMask(T, T, 0, True))

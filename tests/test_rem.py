@@ -41,3 +41,12 @@ def test_gradients_are_those_of_finite_differences():
         return rem_matrix(kinds, decay, angles, [1, 2, 1, 3, 1, 2], query_length=6)
 
     assert torch.autograd.gradcheck(matrices, [parameter.requires_grad_() for parameter in parameters.unbind()])
+
+
+def test_a_decay_of_zero_has_second_derivatives_in_float32(monkeypatch):
+    monkeypatch.setattr("rsa_hf.rem.widest_dtype", lambda device: torch.float32)  # as on Apple's GPUs
+
+    def total(decay):  # 3 λ + 2 λ² + λ³
+        return rem_matrix("regular", decay, query_length=4).sum()
+
+    assert torch.autograd.functional.hessian(total, torch.zeros(1)).item() == 4

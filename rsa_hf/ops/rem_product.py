@@ -55,7 +55,7 @@ def rem_product(
         P V, [B, H, T, D], in the dtype of the computation: float64 for float64 values, else float32.
 
     Raises:
-        ValueError: an unknown kind, a dilation below 1, lengths or heads that do not fit `value`.
+        ValueError: an unknown kind, a dilation that is no whole number ≥ 1, lengths or heads that do not fit `value`.
     """
     if value.dim() != 4:
         raise ValueError(f"value has shape {tuple(value.shape)}: [B, H, S, D] is needed.")
@@ -71,6 +71,13 @@ def rem_product(
     for name, mask in {"key_mask": key_mask, "documents": documents}.items():
         if mask is not None and (mask.dim() != 2 or mask.shape[0] not in (1, B) or mask.shape[1] != S):
             raise ValueError(f"{name} has shape {tuple(mask.shape)}: [{B} or 1, {S}] is needed.")
+    if visible is not None and (
+        visible.dim() != 4
+        or visible.shape[0] not in (1, B)
+        or visible.shape[1] not in (1, H)
+        or visible.shape[2:] != (T, S)
+    ):
+        raise ValueError(f"visible has shape {tuple(visible.shape)}: [{B} or 1, {H} or 1, {T}, {S}] is needed.")
     require_free_lags(free_lags, H)
     free = None if free_lags is None else free_lags.to(decay)
     rems = Rems(kinds, decay, theta, dilation, num_key_value_groups, tuple(range(H)), free)

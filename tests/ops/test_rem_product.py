@@ -124,11 +124,13 @@ def test_a_wrong_rem_is_caught(broken):
     [
         ({"kinds": "tangent"}, "tangent.*regular, cos, sin"),
         ({"dilation": 0}, "dilation=0"),
+        ({"dilation": [1, 2.5, 1, 1, 1, 1]}, r"dilation=2\.5"),
         ({"decay": [0.1, 0.2]}, "one for each of 6 heads"),
         ({"kinds": ["cos"] * 5}, "one for each of 6 heads; got .*5"),
         ({"query_length": 8}, "query_offset from 0 to 7"),
         ({"query_length": 3, "query_offset": 5}, "query_offset from 0 to 7"),
         ({"sliding_window": 0}, "sliding_window=0.*≥ 1"),
+        ({"visible": torch.ones(1, 6, 7, 6) > 0}, r"visible .*6\): \[1 or 1, 6 or 1, 7, 7\]"),
         ({"value": torch.randn(6, 7, 2)}, r"\[B, H, S, D\]"),
         ({"free_lags": torch.ones(2, 9)}, r"free_lags has shape \(2, 9\): \[6, K\] with K from 1 to 8 is needed"),
     ],
