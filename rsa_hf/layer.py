@@ -11,6 +11,7 @@ P is the head's recurrence encoding matrix, P[t, s] = f(τ) with τ = position(t
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class RSAHeads(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.spec = spec
+        # With dynamic=True, Dynamo cannot read a float of one object in several checkpointed layers.
+        self.spec = replace(spec, layout=replace(spec.layout))
         for name in PARAMETERS:
             size = len(getattr(spec, name))
             # None instead of an empty parameter: savers take all empty tensors for one shared tensor and drop them.

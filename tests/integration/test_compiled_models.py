@@ -11,9 +11,8 @@ from families import FULL_PLAN, build, inputs, patched, tokens
 from rsa_hf import patch_model, unpatch_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-CASES = [("gpt2", "sdpa"), ("llama", "eager")]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "eager"), ("llama", "sdpa"))]
-CASES += [pytest.param(n, None, marks=[] if n == "gpt_neo" else pytest.mark.slow) for n in ADAPTED]
+SLOW = [("gpt2", "eager"), ("llama", "sdpa"), *((name, None) for name in ADAPTED)]
+CASES = [("gpt2", "sdpa"), ("llama", "eager"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -44,6 +43,14 @@ def test_layers_compiled_one_by_one_share_a_graph(part):
         layer.get_submodule(part).compile(fullgraph=True, backend=graphs)
     torch.testing.assert_close(model(**batch)[0], expected)
     assert graphs.frame_count == 1 < len(model.model.layers)
+
+
+def test_checkpointed_layers_are_compiled_with_dynamic_lengths():
+    model = patched("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for batch in (inputs("llama", length=length) | {"use_cache": False} for length in (9, 14)):
+        torch.testing.assert_close(compiled(**batch)[0], model(**batch)[0])
 
 
 @pytest.mark.slow  # exports a model
