@@ -10,7 +10,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerCont
 from rsa_hf.report import rsa_report
 
 # Parts of the names of metrics that are left out of the line that an evaluation prints during training.
-NOT_SHOWN = ("runtime", "per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
+NOT_SHOWN = ("per_second", "time", "num_", "perplexity", "epoch", "majority", "share", "nats")
 
 
 class DivergedError(FloatingPointError):
@@ -113,7 +113,7 @@ class StopOnSignal(TrainerCallback):
     def restore_handlers(self) -> None:
         """Restore the signal handlers from before the training."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
         self._before = {}
 
 
