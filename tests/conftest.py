@@ -40,6 +40,14 @@ transformers.logging.disable_progress_bar()
 atexit.register(gc.unfreeze)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for fast in item.iter_markers("slow_unless"):
+            if all(item.callspec.params[name] not in values for name, values in fast.kwargs.items()):
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     gc.freeze()  # a full collection would look at a million objects of imported modules each time
 

@@ -31,6 +31,7 @@ def test_version_0_1_has_fixtures():
     }
 
 
+@pytest.mark.slow_unless(cpu_backend=["cpp"])
 @pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("folder", MODELS, ids=lambda path: f"{path.parent.name}-{path.name}")
 @torch.no_grad()

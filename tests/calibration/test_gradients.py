@@ -62,6 +62,7 @@ def mass_of(rem, length, causal):
     return float(row_of(rem, length).abs().sum()) * (1 if causal else 2)
 
 
+@pytest.mark.slow_unless(attention=["sdpa"])
 @pytest.mark.parametrize("rem", REMS.values(), ids=REMS)
 @pytest.mark.parametrize(
     ("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("bert", "sdpa"), ("t5", "eager")]

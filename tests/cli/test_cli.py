@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import rsa_hf.integration
 from families import CONFIGS, FULL_PLAN, build
@@ -28,18 +28,20 @@ def patched(tmp_path):
     return model, tmp_path / "patched"
 
 
-def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer):
+def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     base = AutoModelForSequenceClassification.from_config(CONFIGS["roberta"]())
     for part in (base, tokenizer):
         part.save_pretrained(tmp_path / "base")
     plan = tmp_path / "plan.yaml"
     plan.write_text("rsa: {num_regular: 1, num_dilated_cyclical_pairs: 1, dilation: 3}\n")
-    code, out, err = run("patch", tmp_path / "base", tmp_path / "out", "--plan", plan)
+    code, out, err = run("patch", "~/base", "$HOME/out", "--plan", plan)
     assert (code, err) == (0, "")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert is_patched(loaded)
     assert f"2 layers patched, {rsa_report(loaded).num_parameters} RSA parameters" in out
     assert loaded.config.rsa["plan"]["dilation"] == 3
+    assert run("patch", "~/base", "~/all", "--plan", "rsa: from_scratch")[0] == 0
     weights = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in load_file(tmp_path / "base" / "model.safetensors").items():
         assert torch.equal(weights[name], value)
@@ -92,6 +94,7 @@ def language_model(gpt2_folder, tmp_path):
     return shutil.copytree(gpt2_folder, tmp_path / "base"), "--text", tmp_path / "text.txt", "--block-size", 16
 
 
+@pytest.mark.slow_unless(source=["text"])
 @pytest.mark.parametrize("source", ["text", "config"])
 def test_calibrate_saves_what_it_has_found(source, run, tmp_path, language_model, monkeypatch):
     base, *options = language_model
@@ -126,9 +129,10 @@ def test_calibrate_writes_nothing_where_it_finds_nothing(run, tmp_path, language
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_prints_the_report_as_text_json_and_picture(run, patched, tmp_path):
+def test_inspect_prints_the_report_as_text_json_and_picture(run, patched, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     model, folder = patched
-    code, out, _ = run("inspect", folder, "--plot", tmp_path / "rsa.png")
+    code, out, _ = run("inspect", "~/patched", "--plot", "$HOME/rsa.png")
     assert code == 0
     assert str(rsa_report(model)) in out
     assert (tmp_path / "rsa.png").read_bytes().startswith(b"\x89PNG")
@@ -197,16 +201,6 @@ def test_help_needs_neither_torch_nor_transformers():
 
 def test_the_version_is_shown(run):
     assert run("--version") == (0, f"rsa_hf {metadata.version('rsa_hf')}\n", "")
-
-
-def test_paths_are_expanded(run, patched, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("MODELS", str(tmp_path))
-    build("gpt2").save_pretrained(tmp_path / "plain")
-    assert run("patch", "$MODELS/plain", "~/out")[0] == 0
-    assert is_patched(AutoModel.from_pretrained(tmp_path / "out"))
-    assert run("inspect", "~/patched", "--plot", "$MODELS/rsa.png")[0] == 0
-    assert (tmp_path / "rsa.png").exists()
 
 
 @pytest.mark.parametrize("command", ["--help", pytest.param("inspect", marks=pytest.mark.slow)])

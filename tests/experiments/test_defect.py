@@ -29,6 +29,7 @@ def small(monkeypatch, data_folder, tmp_path):
     code_encoder.code_tokenizer.cache_clear()
 
 
+@pytest.mark.slow_unless(arm=["plain", "calibrated"])
 @pytest.mark.parametrize("arm", defect.ENCODED)
 def test_a_variant_begins_as_its_encoder_and_is_scored(small, arm):
     settings = {**small, "arm": arm, "seed": 1}

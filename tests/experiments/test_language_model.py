@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from experiments.language_model import ARCHITECTURES, BATCH, SEGMENT, build, read_segments, train_on_segments
+from experiments.language_model import ARCHITECTURES, build, train_on_segments
 from rsa_hf import param_groups
-from rsa_hf.tasks.text8 import TEXT8_SYMBOLS, text8_tokenizer
 from rsa_hf.tasks.text_blocks import TrainingTracks
 
 
@@ -41,14 +40,3 @@ def test_training_carries_memory_until_the_end_of_the_text(architecture):
     found = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(found, by_hand(carry=True), rtol=1e-4, atol=1e-5)
     assert float((found - by_hand(carry=False)).abs().max()) > 1e-3
-
-
-def test_text8_has_the_tokens_of_its_tokenizer(data_folder, monkeypatch):
-    monkeypatch.setenv("RSA_HF_DATA", str(data_folder))
-    train, validation, test, vocab_size = read_segments("text8", SEGMENT, BATCH, 1000)
-    assert vocab_size == 27 and validation.num_bytes == 999
-    ids = validation.token_ids.tolist()
-    words = "".join(TEXT8_SYMBOLS[i] for i in ids)
-    assert text8_tokenizer()(words)["input_ids"] == ids and " the " in words
-    assert len(train.token_ids) > 2_000_000 and int(train.token_ids.max()) == 26
-    assert test.token_ids.tolist() != ids

@@ -50,9 +50,3 @@ def test_recall_needs_every_seed_and_few_steps(steps, verdict, words):
     rows = experiment.summarise([*runs(DEFAULT, steps), *runs(CONVOLUTION, [500.0, 600.0, 550.0])])
     conclusion = experiment.conclude(rows)
     assert conclusion.verdict == verdict and words in conclusion.sentence
-
-
-def test_where_no_variant_recalls_no_steps_are_compared():
-    never = [math.inf] * 3
-    rows = find_experiment("recall").summarise([*runs(DEFAULT, never), *runs(CONVOLUTION, never)])
-    assert rows.find(recall.SHARE) and not rows.find(recall.SHARE_OF_STEPS)

@@ -48,6 +48,7 @@ def test_the_plain_models_text_for_an_equal_score_is_interpolated_over_log_size(
     assert one.endswith("needs 0.32 MB for the score of RSA") and "needs more than 1.0 MB" in other
 
 
+@pytest.mark.slow  # trains twice
 def test_early_stopping_ends_with_the_best_weights():
     text = read_part("python", 0.004, 2000, 64, 0)
     curves, left = [], []

@@ -63,6 +63,7 @@ def off_by(outputs, expected):
     return float((found - wanted).abs().max())
 
 
+@pytest.mark.slow_unless(attention=["sdpa"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate(family, attention):

@@ -135,7 +135,8 @@ def test_beam_search_scores_a_text_as_an_uncached_forward_does(family, cache, mo
     assert gap() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)])
+@pytest.mark.slow_unless(family=["gpt2"])
+@pytest.mark.parametrize("family", ["gpt2", *COMPILED])
 @pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_compiled_decoding_agrees_and_takes_as_many_graphs_as_the_plain_model(family, monkeypatch):

@@ -37,8 +37,10 @@ SAMPLE = {
     **{(name, "causal-lm"): {"cache"} for name in ("openai-gpt", "xlnet")},
     **{(name, "masked-lm"): {"cache"} for name in ("deberta", "deberta-v2", "megatron-bert", "mpnet", "roformer")},
 }
+FAST = ["gpt2", "deepseek_v3", "recurrent_gemma", "layoutlm", "t5", "bloom", "xlnet", "deberta"]
 
 
+@pytest.mark.slow_unless(model_type=FAST)
 @pytest.mark.parametrize(("model_type", "task"), SAMPLE)
 def test_the_checks_hold_for_a_sample_of_architectures(model_type, task):
     if model_type in ("doge", "rembert") and effect_of_later_tokens(build(model_type, task).model) > 1e-6:

@@ -35,6 +35,7 @@ def layer(config):
     return heads.to(device())
 
 
+@pytest.mark.slow_unless(backend=["pytorch", "cpp"], causal=[True])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("config", "value_heads"), CONFIGS.values(), ids=CONFIGS)
 def test_gradients_of_the_parameters_agree_with_dense_p(backend, config, value_heads, causal):

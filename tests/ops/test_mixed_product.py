@@ -53,6 +53,7 @@ def test_packed_documents_agree_with_dense_p(causal):
     assert_agrees(agreement(draw(35, B=2), causal=causal, documents=documents, key_mask=key_mask))
 
 
+@pytest.mark.slow_unless(backend=["pytorch", "cpp"], groups=[3])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "groups"), [((1, 2, 4), 1), ((0, 3, 5), 1), ((1, 2, 4), 2), ((2, 4, 5), 3)])
 def test_rsa_heads_in_any_position_agree_with_dense_p(heads, groups, causal):
@@ -91,7 +92,7 @@ def test_strided_and_expanded_tensors_agree_with_dense_p():
     assert_agrees(agreement([apart, one, theta, attention_apart, shared_gate]))
 
 
-@pytest.mark.parametrize("backend", ["pytorch", "cpp", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow_unless(backend=["pytorch", "cpp"])
 def test_random_shapes_and_masks_agree_with_dense_p(backend, monkeypatch):
     if backend == "triton":
         monkeypatch.setattr("rsa_hf.ops.triton.launch._splits", lambda *sizes: 2)

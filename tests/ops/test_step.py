@@ -48,6 +48,7 @@ def expected_step(heads, attention, value, position=S - 1, visible=None):
     return equation_4(heads, attention.double(), value, query_offset=position, visible=visible)
 
 
+@pytest.mark.slow_unless(backend=["pytorch", "cpp"], D=[33, 17])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )

@@ -85,6 +85,7 @@ def gates_and_rates(model):
     return {name: p.grad.double() for name, p in model.named_parameters() if ".rsa." in name}
 
 
+@pytest.mark.slow_unless(stored=["saturated", "infinite"])
 @pytest.mark.parametrize(
     ("attention", "stored"), [("sdpa", "saturated"), ("eager", "saturated"), ("sdpa", "infinite"), ("sdpa", "open")]
 )

@@ -121,6 +121,7 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect,
     assert "hf upload" in run(*words[:-1], "--push_to_hub")[1]  # it had finished
 
 
+@pytest.mark.slow_unless(long_functions=["chunk"])
 @pytest.mark.parametrize("long_functions", ["truncate", "chunk"])
 def test_a_defect_detector_is_scored_alike_by_its_run_and_by_evaluate(
     tmp_path, defect, functions, run, long_functions
@@ -223,10 +224,8 @@ def test_a_calibrated_run_continues_with_its_plan(tmp_path, text, run):
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGKILL, signal.SIGINT))],
-)
+@pytest.mark.slow_unless(number=[signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_the_same_command_starts_continues_to_the_same_weights_and_has_finished(tmp_path, text, run, number):
     settings = {**LM, "train_file": str(text), "max_steps": 40, "eval_steps": 5, "save_steps": 5}
     words = ["train", "lm", written(tmp_path, settings), "--output_dir"]
