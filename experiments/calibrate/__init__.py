@@ -70,10 +70,6 @@ def _parts(share: float, on_rows: int, numbers: int, others: int) -> list[Part]:
     ]
 
 
-def _smollm2(task: str) -> tuple[Any, ...]:
-    return "smollm2", task, 256, 2, 64, 20_000, ALL, 0
-
-
 PLANS: dict[Size, list[Plan]] = {
     "toy": [(("llama-0.03M", "c", 64, 4, 24, 2_000, 20_000, 30), _TOY_RATES, _parts(1.0, 4, 4, 4))],
     "quick": [
@@ -81,17 +77,18 @@ PLANS: dict[Size, list[Plan]] = {
         for family in ("gpt2", "llama")
     ],
     "full": [
-        (
-            _smollm2("wikitext-2"),
-            _PACKAGED_RATES,
-            [
-                *_parts(0.01, 128, 100, 50),
-                (0.01, NOTHING, 128, (FACTORS_ON_ROWS,)),
-                (0.1, EVERYTHING, 100, _OF_EVERYTHING),
-            ],
+        *(
+            (
+                ("smollm2", task, 256, 2, 64, 20_000, ALL, 0),
+                _PACKAGED_RATES,
+                [*parts, (share, NOTHING, 128, (FACTORS_ON_ROWS,))],
+            )
+            for task, share, parts in (
+                ("wikitext-2", 0.01, [*_parts(0.01, 128, 100, 50), (0.1, EVERYTHING, 100, _OF_EVERYTHING)]),
+                ("c", 0.01, _on_the_rows(0.01, 128)),
+                ("python", 0.1, _on_the_rows(0.1, 128)),
+            )
         ),
-        (_smollm2("c"), _PACKAGED_RATES, _on_the_rows(0.01, 128)),
-        (_smollm2("python"), _PACKAGED_RATES, _on_the_rows(0.1, 128)),
         *(
             (
                 (f"{family}-0.1M", "wikitext-2", 128, 8, 64, 200_000, ALL, steps),
