@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 VARYING = (
     "output_dir", "overwrite_output_dir", "resume_from", "do_", "log", "report_to", "run_name", "project", "trackio",
     "disable_tqdm", "save_", "push_", "hub_", "eval_", "per_device_eval", "dataloader_num", "dataloader_p", "debug",
-    "skip_memory", "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank",
-    "enable_jit",
+    "skip_memory", "ddp_", "prediction_loss", "include_", "batch_eval", "torch_empty", "local_rank", "enable_jit",
 )  # fmt: skip
 
 
