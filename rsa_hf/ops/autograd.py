@@ -31,7 +31,6 @@ from rsa_hf.ops.read_mask import read_mask
 from rsa_hf.rem import is_recorded, is_transformed
 
 BACKENDS = ("pytorch", "cpp", "triton")
-_OF_DEVICE = {"cpu": "cpp", "cuda": "triton"}
 VARIABLE = "RSA_HF_BACKEND"
 REQUESTED = os.environ.get(VARIABLE, "")  # asking at each call would take as long as a small operation
 
@@ -72,7 +71,8 @@ def choose_backend(problem: Problem) -> str:
     chosen = REQUESTED
     if chosen and chosen not in BACKENDS:
         raise ValueError(f"{VARIABLE}={chosen!r}: choose from {', '.join(BACKENDS)}, or unset it for the default.")
-    backend = chosen or _OF_DEVICE.get(problem.value.device.type, "pytorch")
+    value = problem.value
+    backend = chosen or ("cpp" if value.is_cpu else "triton" if value.is_cuda else "pytorch")
     if backend == "pytorch":
         return backend
     if backend == "cpp":

@@ -62,10 +62,10 @@ def test_choosing_triton_for_unsupported_tensors_is_an_error(monkeypatch, change
 
 def test_the_automatic_fallback_warns_once(monkeypatch):
     pytest.importorskip("triton")
-    # A GPU as torch describes it. No tensor is put there.
+    # A GPU as torch describes it. No tensor is put there; `value` has all that is read of V.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)  # all that is read of V
+    value = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, is_cpu=False, is_cuda=True)
     reason = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
     with pytest.warns(match=f"plain PyTorch, not in Triton: {reason}") as said:
         assert [autograd.choose_backend(problem(value)) for _ in range(3)] == ["pytorch"] * 3

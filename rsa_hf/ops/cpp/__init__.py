@@ -47,8 +47,8 @@ def obstacle(problem: Problem) -> str | None:
     """Why the C++ cannot compute P V here, or None. Compiles it first if needed."""
     if not problem.value.is_cpu:
         return f"a tensor is on {problem.value.device}, and it is for CPUs"
-    if not _OF_PYTORCH.issuperset(map(type, problem.tensors)):
-        others = {type(tensor).__name__ for tensor in problem.tensors if type(tensor) not in _OF_PYTORCH}
-        return f"a tensor is a {min(others)}, whose memory cannot be read"
+    for tensor in problem.tensors:
+        if type(tensor) not in _OF_PYTORCH:
+            return f"a tensor is a {type(tensor).__name__}, whose memory cannot be read"
     found = library()
     return found if isinstance(found, str) else None
