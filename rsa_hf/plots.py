@@ -131,7 +131,8 @@ def saved_figure(path: str | Path, width: float, height: float) -> Iterator[Any]
         yield figure
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # Tight: a title may be wider than its axes.
-        figure.savefig(path, dpi=150, facecolor="white", bbox_inches="tight")
+        kind = Path(path).suffix[1:] or "png"  # or else matplotlib would add it to the name
+        figure.savefig(path, format=kind, dpi=150, facecolor="white", bbox_inches="tight")
 
 
 def _draw_heads(axes: Any, layer: LayerReport, end: int) -> None:

@@ -26,7 +26,7 @@ def figures(monkeypatch):
 
 @pytest.mark.parametrize("layers", [1, 6, 25])
 def test_every_layer_has_a_panel_and_a_gate(tmp_path, figures, layers):
-    path = tmp_path / "new" / "rsa.png"
+    path = tmp_path / "new" / "rsa"
     plot_rem(gpt2(layers), path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     upper, lower = figures[0].subfigs

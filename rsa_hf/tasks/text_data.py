@@ -89,7 +89,8 @@ def read_texts(config: LanguageModelingDataConfig, only: str | None = None) -> d
         limit = getattr(config, option)
         texts[split] = text if limit is None else text[: line_boundary(text, 0, limit)]
         if not texts[split]:
-            raise ValueError(f"nothing is left of the {split} text ({len(text)} bytes, {option}={limit}). Give more.")
+            cut = f", {option}={limit}" if text else ""
+            raise ValueError(f"nothing is left of the {split} text ({len(text)} bytes{cut}). Give more.")
     return texts
 
 

@@ -88,10 +88,10 @@ class RSAArguments:
             known: dict[str, Any] = {"none": None, "null": None, "calibrate": {"calibrate": {}}}
             known["from_scratch"] = RSAConfig.from_scratch().to_dict()
             self.rsa = known[self.rsa] if self.rsa in known else as_mapping("rsa", self.rsa)
-        if not isinstance(self.rsa, dict):
+        if self.rsa is None:
             return
         try:
-            if "calibrate" not in self.rsa:
+            if not isinstance(self.rsa, dict) or "calibrate" not in self.rsa:
                 self.config = RSAConfig.from_dict(self.rsa)
             elif len(self.rsa) > 1:
                 raise ValueError("calibrate chooses the heads itself, so nothing else can be given beside it.")

@@ -19,7 +19,7 @@ def locate(name: str) -> str:
     """
     if not name.startswith(PREFIX):
         place = expanded(name)
-        if place.startswith((".", "/")) and not Path(place).is_dir():
+        if (place.startswith((".", "/")) or Path(place).is_file()) and not Path(place).is_dir():
             raise ValueError(f"{name}: there is no such folder. Name one of a checkpoint, or a model on the Hub.")
         return place
     package, _, folder = name.removeprefix(PREFIX).partition("/")

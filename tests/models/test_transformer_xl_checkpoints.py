@@ -125,8 +125,8 @@ def test_checkpoints_in_other_layouts_are_converted(layout, nvidia, tmp_path):
             torch.testing.assert_close(loaded(tokens).logits[0, -1, token], expected)
 
 
-def test_a_resized_vocabulary_stays_tied():
-    model = patch_model(build(), RSAConfig())
-    model.resize_token_embeddings(34)
+@pytest.mark.parametrize("layout", ["plain", "one_table"])
+def test_a_resized_vocabulary_stays_tied(layout):
+    model = patch_model(build(**LAYOUTS[layout]), RSAConfig())
+    assert model.resize_token_embeddings(34).weight is model.crit.out_layers[0].weight
     assert model(torch.tensor([[33]])).logits.shape == (1, 1, 34)
-    assert model.crit.out_layers[0].weight is model.transformer.word_emb.emb_layers[0].weight

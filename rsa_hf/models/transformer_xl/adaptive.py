@@ -107,7 +107,8 @@ class AdaptiveLogSoftmax(nn.Module):
         layer = self.out_layers[0 if self.bands.one_table else i]
         weight, bias = cast(Tensor, layer.weight), cast(Tensor, layer.bias)
         if self.bands.one_table and len(self.bands) > 1:
-            weight, bias = weight[start:end], bias[start:end]
+            last = i == len(self.bands) - 1  # grows with the vocabulary
+            weight, bias = (x[start:] if last else x[start:end] for x in (weight, bias))
         if i == 0 and len(self.bands) > 1:
             weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
         if self.bands.projected:
