@@ -52,8 +52,6 @@ RATES: dict[Size, tuple[float, ...]] = {
     "quick": (2.5e-4, 1e-3, 4e-3, 1.6e-2, 6.4e-2),
     "full": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
 }
-# A series and horizon that takes long on a CPU: it is run at two rates.
-_AT_TWO_RATES = {("ETTm1", 96)}
 
 
 def make_grid(size: Size, seeds: int) -> list[Settings]:
@@ -63,8 +61,7 @@ def make_grid(size: Size, seeds: int) -> list[Settings]:
         | TRAINING[size]
         | run
         for series, families, lengths in PLANS[size]
-        for rates in [(1e-3, 3e-3) if (series, lengths[0]) in _AT_TWO_RATES else RATES[size]]
-        for run in combinations(seed=range(seeds), family=families, arm=VARIANTS, learning_rate=rates)
+        for run in combinations(seed=range(seeds), family=families, arm=VARIANTS, learning_rate=RATES[size])
         if run["family"] != "dlinear" or run["arm"] == "plain"
     ]
 
