@@ -12,7 +12,7 @@ from rsa_hf.integration import what_fits
 from rsa_hf.integration.attention import wrap_get_interface
 from rsa_hf.integration.hooks import Hook, install_hooks
 from rsa_hf.integration.loading import wrap_load_from_checkpoint, wrap_load_pretrained_model, wrap_post_init
-from rsa_hf.integration.locks import wrap_dict_from_json_file, wrap_to_json_file
+from rsa_hf.integration.locks import wrap_config_post_init, wrap_to_json_file
 from rsa_hf.integration.paged import wrap_init_continuous_batching
 from rsa_hf.integration.peft import adapter_hooks
 from rsa_hf.integration.saving import wrap_save_pretrained, wrap_upload_modified_files
@@ -36,7 +36,7 @@ TRANSFORMERS_HOOKS = (
     Hook(MODEL, "save_pretrained", wrap_save_pretrained, "save heads only with their plan, and write the model card"),
     # A transformers without rsa_hf would load a patched checkpoint as a plain model.
     Hook(CONFIG, "to_json_file", wrap_to_json_file, "lock config.json"),
-    Hook(CONFIG, "_dict_from_json_file", wrap_dict_from_json_file, "take the locks of config.json off in memory"),
+    Hook(CONFIG, "__post_init__", wrap_config_post_init, "take the locks of config.json off in memory"),
     # push_to_hub overwrites the card before it uploads.
     Hook(HUB, "_upload_modified_files", wrap_upload_modified_files, "upload model card and adapter plan", False),
     # The Trainer reads the tensors of a checkpoint, and never its config.

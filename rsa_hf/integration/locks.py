@@ -1,7 +1,7 @@
 """Locks in config.json, which keep a transformers without rsa_hf from loading a patched checkpoint as a plain model.
 
 Two values that transformers does not know, an attention implementation and a fusion type, make it raise an error with
-the advice in `LOCK`. They are written to the file, and removed when it is read.
+the advice in `LOCK`. They are written to the file, and removed when a config is built from it.
 """
 
 import json
@@ -27,27 +27,31 @@ def wrap_to_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
         with atomic_write(json_file_path) as temporary:
             original(self, temporary, *args, **keywords)
             content = json.loads(temporary.read_text(encoding="utf-8"))
-            content["attn_implementation"] = LOCK
-            content["fusion_config"] = {**(content.get("fusion_config") or {}), LOCK: True}
+            _lock(content)
             temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return to_json_file
 
 
-def wrap_dict_from_json_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the locks when a config with a plan is read. A damaged one, with locks but no plan, stays locked."""
+def _lock(content: dict[str, Any]) -> None:
+    """Add the locks to the JSON of a config and of the configs in it: a part of a model can be loaded alone."""
+    content["attn_implementation"] = LOCK
+    content["fusion_config"] = {**(content.get("fusion_config") or {}), LOCK: True}
+    for part in content.values():
+        if isinstance(part, dict) and "model_type" in part:
+            _lock(part)
 
-    def _dict_from_json_file(cls: type[PreTrainedConfig], json_file: Any) -> Any:
-        content = original(cls, json_file)
-        parts = (content, *content.values()) if isinstance(content, dict) else ()
-        if not any(isinstance(part, dict) and part.get("rsa") is not None for part in parts):
-            return content
-        if str(content.get("attn_implementation", "")).startswith("rsa_hf"):
-            del content["attn_implementation"]
-        if isinstance(fusions := content.get("fusion_config"), dict):
-            content["fusion_config"] = {name: x for name, x in fusions.items() if not name.startswith("rsa_hf")}
-            if not content["fusion_config"]:
-                del content["fusion_config"]
-        return content
 
-    return _dict_from_json_file
+def wrap_config_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove the locks when a config is built, whoever read its file."""
+
+    def post_init(self: PreTrainedConfig, **kwargs: Any) -> None:
+        if str(kwargs.get("attn_implementation", "")).startswith("rsa_hf"):
+            del kwargs["attn_implementation"]
+        if isinstance(fusions := kwargs.get("fusion_config"), dict):
+            kwargs["fusion_config"] = {name: x for name, x in fusions.items() if not name.startswith("rsa_hf")}
+            if not kwargs["fusion_config"]:
+                del kwargs["fusion_config"]
+        original(self, **kwargs)
+
+    return post_init
