@@ -35,7 +35,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     program = shutil.which(name, path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
     if program is None:
         raise FileNotFoundError(
-            f"{name}: there is no such file, and no program of this name in {scripts} or on PATH. If a package "
+            f"{name}: there is no Python file (.py) and no program of this name in {scripts} or on PATH. If a package "
             f"has it, install that: {sys.executable} -m pip install …"
         )
     return [program, *others]

@@ -23,7 +23,7 @@ from datasets import load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
+from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
 
 from rsa_hf import param_groups, patch_model, rsa_report
 from rsa_hf.training import load_tokenizer, shard_rsa_heads
@@ -46,7 +46,6 @@ def parse_args():
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--learning_rate", type=float, default=5e-5)
     add("--weight_decay", type=float, default=0.0)
-    add("--max_grad_norm", type=float, default=1.0)
     add("--num_train_epochs", type=int, default=3)
     add("--max_train_steps", type=int, help="optimiser steps, instead of --num_train_epochs")
     add("--lr_scheduler_type", default="linear")
@@ -66,8 +65,7 @@ def parse_args():
 
 def load_model(args):
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path, split_special_tokens=True)
-    # In float32; `accelerate launch --mixed_precision bf16` computes in bfloat16.
-    load = AutoModelForSequenceClassification.from_pretrained
+    load = AutoModelForSequenceClassification.from_pretrained  # float32, under --mixed_precision bf16 too
     model = load(args.model_name_or_path, num_labels=2, dtype=torch.float32)
     if tokenizer.pad_token is None:  # many decoders
         tokenizer.pad_token = tokenizer.eos_token
@@ -86,7 +84,8 @@ def load_functions(args, tokenizer):
         functions = load_dataset("json", data_files={"train": args.train_file, "validation": args.validation_file})
 
     def encode(rows):
-        return {**tokenizer(rows["func"], truncation=True), "labels": [int(target) for target in rows["target"]]}
+        labels = [{0: 0, 1: 1, "0": 0, "1": 1}[target] for target in rows["target"]]  # others are a KeyError
+        return {**tokenizer(rows["func"], truncation=True), "labels": labels}
 
     return functions.map(encode, batched=True, remove_columns=functions["train"].column_names)
 
@@ -106,12 +105,13 @@ def evaluate(accelerator, model, loader):
     return {**scores, **rsa_report(accelerator.unwrap_model(model)).scalars()}
 
 
-def save_checkpoint(accelerator, folder):
+def save_checkpoint(accelerator, model, folder):
     """Write under another name, then rename: a run that is killed meanwhile leaves no incomplete `step_*`."""
     unfinished = folder.with_name(f"unfinished_{folder.name}")
     accelerator.save_state(unfinished)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        accelerator.unwrap_model(model).config.save_pretrained(unfinished)  # RSA: with the plan of its heads
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 
@@ -122,24 +122,22 @@ def main():
         cpu=not torch.accelerator.is_available(),  # otherwise processes without a GPU do not find each other
         log_with=args.report_to,
         project_dir=args.output_dir,
-        # The order of the data depends only on seed and epoch, so a resumed run finds its place in it.
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),  # for resuming
         step_scheduler_with_optimizer=False,  # otherwise Accelerate steps the scheduler once for each process
     )
     set_seed(args.seed)
     model, tokenizer = load_model(args)
     with accelerator.main_process_first():  # the others find the result in the cache
         functions = load_functions(args, tokenizer)
-    # One batch of the loader is one step of the optimiser, cut into micro-batches in the loop below. The loaders have
-    # their own generators: the global one, which checkpoints save, is only for dropout.
+    # A batch is one optimiser step, cut into micro-batches below. The global generator, which is saved, is of dropout.
     step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     pad = DataCollatorWithPadding(tokenizer)
-    train_loader = DataLoader(
-        functions["train"], step_size, shuffle=True, drop_last=True, collate_fn=pad, generator=torch.Generator()
-    )
-    eval_loader = DataLoader(
-        functions["validation"], args.per_device_eval_batch_size, collate_fn=pad, generator=torch.Generator()
-    )
+
+    def loader(split, size, **order):
+        return DataLoader(functions[split], size, collate_fn=pad, generator=torch.Generator(), **order)
+
+    train_loader = loader("train", step_size, shuffle=True, drop_last=True)
+    eval_loader = loader("validation", args.per_device_eval_batch_size)
     shard_rsa_heads(model, accelerator)  # RSA: keeps gates and rates in float32 under FSDP2
     # RSA: gates and rates have no weight decay, and can have their own learning rate.
     optimizer = torch.optim.AdamW(param_groups(model, args.learning_rate, args.weight_decay, args.rsa_learning_rate))
@@ -153,6 +151,9 @@ def main():
     if checkpoint == "latest":
         checkpoint = max(args.output_dir.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
     if checkpoint:
+        saved, config = AutoConfig.from_pretrained(checkpoint), accelerator.unwrap_model(model).config
+        if getattr(saved, "rsa", None) != getattr(config, "rsa", None):  # RSA: its numbers would mean something else
+            raise ValueError(f"{checkpoint} has other RSA heads than this run. Give the --rsa that it was made with.")
         accelerator.load_state(checkpoint)
         step = int(Path(checkpoint).name.removeprefix("step_"))
     every = len(train_loader) if args.checkpointing_steps == "epoch" else int(args.checkpointing_steps)
@@ -176,17 +177,16 @@ def main():
                     loss = model(**part).loss / args.gradient_accumulation_steps
                     accelerator.backward(loss)
                 step_loss += loss.detach()
-            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
             step_loss = accelerator.reduce(step_loss, "mean").item()
             accelerator.log({"train_loss": step_loss, "learning_rate": scheduler.get_last_lr()[0]}, step)
-            progress.set_postfix(loss=f"{step_loss:.4g}", refresh=False)
             progress.update()
             if step % every == 0:
-                save_checkpoint(accelerator, args.output_dir / f"step_{step}")
+                save_checkpoint(accelerator, model, args.output_dir / f"step_{step}")
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir, state_dict=state)

@@ -4,8 +4,8 @@ It follows transformers' run_clm_no_trainer.py; comments that begin with `RSA:` 
 
     accelerate launch scripts/train_language_model.py --model_name_or_path gpt2 --output_dir outputs/gpt2 \
         --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1
-    accelerate launch scripts/train_language_model.py --model_type gpt2 --config_overrides n_head=4,n_embd=256 \
-        --tokenizer_name gpt2 --train_file a.txt --validation_file b.txt --rsa from_scratch --output_dir outputs/small
+    accelerate launch scripts/train_language_model.py --config_name small/config.json --tokenizer_name gpt2 \
+        --train_file a.txt --validation_file b.txt --rsa from_scratch --output_dir outputs/small
 """
 
 import argparse
@@ -18,28 +18,28 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from datasets import load_dataset
+from datasets import DatasetDict, load_dataset
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from rsa_hf import RSAConfig, param_groups, patch_model, rsa_report
-from rsa_hf.training import load_tokenizer, shard_rsa_heads
+from rsa_hf.training import load_tokenizer, require_causal, shard_rsa_heads
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model_name_or_path", help="a pretrained model: a folder or a name on the Hub")
-    add("--model_type", help="or, with --tokenizer_name, a model type such as llama, for random weights")
-    add("--config_overrides", help="changes to the model's config: n_embd=128,resid_pdrop=0.2")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--model_name_or_path", help="a pretrained model: a folder or a name on the Hub")
+    start.add_argument("--config_name", help="or, with --tokenizer_name, a model's config, for random weights")
     add("--tokenizer_name", help="default: the model's own")
     add("--rsa", default="default", help="RSAConfig as JSON; default: RSAConfig(); from_scratch: its method; or none")
     add("--rsa_learning_rate", type=float, help="of gates and rates; default: parameter_scale x learning_rate")
     add("--dataset_name", help="a data set on the Hub with splits train and validation")
     add("--dataset_config_name", help="which of its configurations")
-    add("--train_file", help="or a text, or JSON lines; may be compressed")
-    add("--validation_file", help="in the same format")
+    add("--train_file", help="or a text, JSON lines, or CSV; may be compressed")
+    add("--validation_file", help="likewise")
     add("--text_column_name", default="text", help="where JSON lines or the data set have their text")
     add("--block_size", type=int, help="tokens of an example; default: what the model takes, at most 1024")
     add("--per_device_train_batch_size", type=int, default=8)
@@ -47,7 +47,6 @@ def parse_args():
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--learning_rate", type=float, default=5e-5)
     add("--weight_decay", type=float, default=0.0)
-    add("--max_grad_norm", type=float, default=1.0)
     add("--num_train_epochs", type=int, default=3)
     add("--max_train_steps", type=int, help="optimiser steps, instead of --num_train_epochs")
     add("--lr_scheduler_type", default="linear")
@@ -70,29 +69,30 @@ def load_model(args):
     if args.model_name_or_path:  # in float32; `accelerate launch --mixed_precision bf16` computes in bfloat16
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     else:
-        config = AutoConfig.for_model(args.model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-        if args.config_overrides:
-            config.update_from_string(args.config_overrides)
-        model = AutoModelForCausalLM.from_config(config)
-    if args.rsa == "from_scratch":  # RSA: before the optimiser is made
-        patch_model(model, RSAConfig.from_scratch())
-    elif args.rsa != "none":
-        patch_model(model, None if args.rsa == "default" else json.loads(args.rsa))
+        of_tokenizer = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.config_name, **of_tokenizer))
+    require_causal(model)  # an encoder would see the tokens that it predicts
+    if args.rsa != "none":  # RSA: before the optimiser is made
+        named = {"default": RSAConfig(), "from_scratch": RSAConfig.from_scratch()}
+        patch_model(model, named[args.rsa] if args.rsa in named else json.loads(args.rsa))
     return model, tokenizer
 
 
 def load_blocks(args, tokenizer, block_size):
     if args.dataset_name:
-        texts = load_dataset(args.dataset_name, args.dataset_config_name)
+        texts = load_dataset(args.dataset_name, args.dataset_config_name).select_columns(args.text_column_name)
     else:
-        kind, extra = ("json", {}) if ".json" in args.train_file else ("text", {"keep_linebreaks": True})
-        texts = load_dataset(kind, data_files={"train": args.train_file, "validation": args.validation_file}, **extra)
+        texts = DatasetDict()
+        for split, file in {"train": args.train_file, "validation": args.validation_file}.items():
+            kind = next((kind for kind in ("json", "csv") if f".{kind}" in file), "text")
+            texts[split] = load_dataset(kind, data_files=file, split="train").select_columns(args.text_column_name)
 
     def group(rows):
-        ids = list(itertools.chain(*tokenizer(rows[args.text_column_name])["input_ids"]))
+        documents = [text.removesuffix("\n") + "\n" for text in rows[args.text_column_name]]
+        ids = list(itertools.chain(*tokenizer(documents)["input_ids"]))
         return {"input_ids": [ids[i : i + block_size] for i in range(0, len(ids) - block_size + 1, block_size)]}
 
-    return texts.map(group, batched=True, remove_columns=texts["train"].column_names).with_format("torch")
+    return texts.map(group, batched=True, remove_columns=args.text_column_name).with_format("torch")
 
 
 def token_losses(model, ids):
@@ -106,17 +106,17 @@ def evaluate(accelerator, model, loader):
     model.eval()
     losses = [accelerator.gather_for_metrics(token_losses(model, batch["input_ids"])) for batch in loader]
     loss = torch.cat(losses).double().mean()
-    # RSA: a few numbers on gates and rates; under FSDP2, every process has to call it.
-    scalars = rsa_report(accelerator.unwrap_model(model)).scalars()
+    scalars = rsa_report(accelerator.unwrap_model(model)).scalars()  # RSA: under FSDP2, every process calls it
     return {"eval_loss": loss.item(), "perplexity": loss.exp().item(), **scalars}
 
 
-def save_checkpoint(accelerator, folder):
+def save_checkpoint(accelerator, model, folder):
     """Write under another name, then rename: a run that is killed meanwhile leaves no incomplete `step_*`."""
     unfinished = folder.with_name(f"unfinished_{folder.name}")
     accelerator.save_state(unfinished)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        accelerator.unwrap_model(model).config.save_pretrained(unfinished)  # RSA: with the plan of its heads
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 
@@ -127,8 +127,7 @@ def main():
         cpu=not torch.accelerator.is_available(),  # otherwise processes without a GPU do not find each other
         log_with=args.report_to,
         project_dir=args.output_dir,
-        # The order of the data depends only on seed and epoch, so a resumed run finds its place in it.
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),  # for resuming
         step_scheduler_with_optimizer=False,  # otherwise Accelerate steps the scheduler once for each process
     )
     set_seed(args.seed)
@@ -136,8 +135,7 @@ def main():
     longest = min(1024, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 1024))
     with accelerator.main_process_first():  # the others find the result in the cache
         blocks = load_blocks(args, tokenizer, args.block_size or longest)
-    # One batch of the loader is one step of the optimiser, cut into micro-batches in the loop below. The loaders have
-    # their own generators: the global one, which checkpoints save, is only for dropout.
+    # A batch is one optimiser step, cut into micro-batches below. The global generator, which is saved, is of dropout.
     step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     train_loader = DataLoader(blocks["train"], step_size, shuffle=True, drop_last=True, generator=torch.Generator())
     eval_loader = DataLoader(blocks["validation"], args.per_device_eval_batch_size, generator=torch.Generator())
@@ -154,6 +152,9 @@ def main():
     if checkpoint == "latest":
         checkpoint = max(args.output_dir.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
     if checkpoint:
+        saved, config = AutoConfig.from_pretrained(checkpoint), accelerator.unwrap_model(model).config
+        if getattr(saved, "rsa", None) != getattr(config, "rsa", None):  # RSA: its numbers would mean something else
+            raise ValueError(f"{checkpoint} has other RSA heads than this run. Give the --rsa that it was made with.")
         accelerator.load_state(checkpoint)
         step = int(Path(checkpoint).name.removeprefix("step_"))
     every = len(train_loader) if args.checkpointing_steps == "epoch" else int(args.checkpointing_steps)
@@ -176,17 +177,16 @@ def main():
                     loss = token_losses(model, ids).mean() / len(parts)
                     accelerator.backward(loss)
                 step_loss += loss.detach()
-            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
             step_loss = accelerator.reduce(step_loss, "mean").item()
             accelerator.log({"train_loss": step_loss, "learning_rate": scheduler.get_last_lr()[0]}, step)
-            progress.set_postfix(loss=f"{step_loss:.4g}", refresh=False)
             progress.update()
             if step % every == 0:
-                save_checkpoint(accelerator, args.output_dir / f"step_{step}")
+                save_checkpoint(accelerator, model, args.output_dir / f"step_{step}")
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir, state_dict=state)

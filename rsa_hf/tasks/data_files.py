@@ -194,7 +194,7 @@ def sources_of(source: DataSource, only: str | None = None, **keywords: Any) -> 
     if source.dataset_name is not None:
         found = _load_splits(source, only, keywords)
     elif "train" not in found and only not in found:
-        raise ValueError(f"train_file=None: it is needed{'' if only is None else f', or {only}_file'}.")
+        raise ValueError(f"train_file=None: it is needed{'' if only is None else f', {only}_file, or another split'}.")
     return {only: found[only]} if only in found else found
 
 

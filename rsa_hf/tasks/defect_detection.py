@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer.model_max_length = data.max_seq_length
     if len({example.target for example in splits.get("validation", [])}) < 2:
         raise ValueError(
-            "the data has no validation split of both classes to choose the best model by. Add one, or make one from "
+            "the data has no validation split of both classes to choose the threshold by. Add one, or make one from "
             "the training functions by split_by."
         )
     rows, tokens = {}, {}

@@ -4,7 +4,7 @@ from rsa_hf.training.arguments import ModelArguments, RSAArguments, RSATrainingA
 from rsa_hf.training.callbacks import RSACallback
 from rsa_hf.training.checkpoints import newest_whole_checkpoint
 from rsa_hf.training.fsdp import shard_rsa_heads
-from rsa_hf.training.model_setup import load_tokenizer
+from rsa_hf.training.model_setup import load_tokenizer, require_causal
 from rsa_hf.training.optimizer import optimizer_cls_and_kwargs, param_groups
 from rsa_hf.training.rsa_trainer import RSATrainer
 
@@ -18,5 +18,6 @@ __all__ = [
     "newest_whole_checkpoint",
     "optimizer_cls_and_kwargs",
     "param_groups",
+    "require_causal",
     "shard_rsa_heads",
 ]

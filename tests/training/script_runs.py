@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
 LANGUAGE_MODEL, DEFECTS = "train_language_model.py", "train_defect_detection.py"
@@ -29,8 +29,7 @@ def write_data(folder, dropout):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     torch.manual_seed(0)
-    config = BertConfig(**sizes, **rates, vocab_size=100, max_position_embeddings=32)
-    BertModel(config).save_pretrained(folder / "bert")
+    BertModel(BertConfig(**sizes, **rates, vocab_size=100)).save_pretrained(folder / "bert")
     # 21 functions or 17 blocks of text for training and 11 or 8 for validation: the last batches are incomplete.
     for split, part in {"train": FUNCTIONS[:21], "valid": FUNCTIONS[21:32]}.items():
         lines = [json.dumps({"func": text, "target": int(i % 4 == 0)}) for i, text in enumerate(part)]
@@ -40,9 +39,8 @@ def write_data(folder, dropout):
     def files(kind):
         return ["--train_file", folder / f"train.{kind}", "--validation_file", folder / f"valid.{kind}"]
 
-    sizes |= {"num_key_value_heads": 4, "attention_dropout": dropout}
-    overrides = ",".join(f"{name}={value}" for name, value in sizes.items())
-    model = ["--model_type", "llama", "--config_overrides", overrides, "--tokenizer_name", folder / "bert"]
+    LlamaConfig(**sizes, num_key_value_heads=4, attention_dropout=dropout).save_pretrained(folder / "llama")
+    model = ["--config_name", folder / "llama", "--tokenizer_name", folder / "bert"]
     return {
         LANGUAGE_MODEL: [*model, *files("txt"), "--block_size", 16],
         DEFECTS: ["--model_name_or_path", folder / "bert", *files("jsonl"), "--max_length", 32],

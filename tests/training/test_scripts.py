@@ -4,16 +4,11 @@ import json
 import math
 import shutil
 
+import datasets
 import pytest
 from accelerate import Accelerator
 from script_runs import DEFECTS, LANGUAGE_MODEL, interrupt_second_checkpoint, run_script, write_data
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rsa_hf import is_patched, rsa_report
 from rsa_hf.tasks.defect_detection import predict
@@ -56,9 +51,8 @@ def interrupt():
 @each_script
 def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, monkeypatch):
     """Within the second epoch, with dropout, from the newest checkpoint that is complete."""
-    settings = ["--max_train_steps", 16, "--checkpointing_steps", 7]
+    out, settings = tmp_path / "parts", ["--max_train_steps", 16, "--checkpointing_steps", 7]
     run_script(script, data, tmp_path / "whole", *settings)
-    out = tmp_path / "parts"
     with monkeypatch.context() as patch:
         patch.setattr(Accelerator, "save_state", interrupt_second_checkpoint(interrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -67,7 +61,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
     assert (out / "unfinished_step_14").exists()
     with pytest.raises(SystemExit):
         run_script(script, data, out, *settings)  # neither to resume nor in a folder of its own
-    run_script(script, data, out, *settings, "--resume_from_checkpoint", "latest")
+    latest = [*settings, "--resume_from_checkpoint", "latest"]
+    with pytest.raises(ValueError, match="other RSA heads"):  # the same numbers would be other gates and rates
+        run_script(script, data, out, *latest, "--rsa", '{"parameter_scale": 1}')
+    run_script(script, data, out, *latest)
     assert_same_weights(saved_weights(out), saved_weights(tmp_path / "whole"))
     # A checkpoint that is named is taken, whatever the newest is; checkpoints that come later are written again.
     shutil.copytree(out, tmp_path / "again")
@@ -78,7 +75,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(script, data, tmp_path, 
 @each_script
 def test_too_few_examples_and_a_folder_without_a_tokenizer_are_refused(script, data, tmp_path):
     """transformers makes a tokenizer of special tokens alone for such a folder: all functions would be equal."""
-    BertConfig(vocab_size=100).save_pretrained(tmp_path / "bare")
+    AutoConfig.for_model("bert", vocab_size=100).save_pretrained(tmp_path / "bare")
     for option, value, words in (
         ("--per_device_train_batch_size", 1000, "too few"),
         ("--tokenizer_name", tmp_path / "bare", "no tokenizer"),
@@ -105,16 +102,24 @@ def test_predict_cuts_functions_as_they_were_in_training(data, tmp_path):
     assert sum(right) / len(right) == json.loads((out / "all_results.json").read_text())["accuracy"]
 
 
-def test_documents_in_json_lines_are_read_as_texts(data, tmp_path):
+def test_documents_in_tables_are_read_as_texts(data, tmp_path):
     """The same text gives the same model; `text` is not the only name that their column can have."""
     files = data[LANGUAGE_MODEL]
-    for option in ("--train_file", "--validation_file"):
+    for option, kind in (("--train_file", "json"), ("--validation_file", "csv")):
         place = files.index(option) + 1
-        lines = files[place].read_text().splitlines(keepends=True)
-        documents = tmp_path / f"{option.strip('-')}.jsonl"
-        documents.write_text("\n".join(json.dumps({"code": line, "other": 1}) for line in lines))
+        rows = datasets.Dataset.from_dict({"code": (lines := files[place].read_text().splitlines()), "other": lines})
+        getattr(rows, f"to_{kind}")(documents := tmp_path / f"documents.{kind}")
         files = [*files[:place], documents, *files[place + 1 :]]
-    steps = ["--max_train_steps", 2]
-    run_script(LANGUAGE_MODEL, data, tmp_path / "text", *steps)
-    run_script(LANGUAGE_MODEL, {LANGUAGE_MODEL: files}, tmp_path / "json", *steps, "--text_column_name", "code")
+    run_script(LANGUAGE_MODEL, data, tmp_path / "text", "--max_train_steps", 2)
+    files += ["--max_train_steps", 2, "--text_column_name", "code"]
+    run_script(LANGUAGE_MODEL, {LANGUAGE_MODEL: files}, tmp_path / "json")
     assert_same_weights(saved_weights(tmp_path / "json"), saved_weights(tmp_path / "text"))
+    assert (tmp_path / "json/all_results.json").read_text() == (tmp_path / "text/all_results.json").read_text()
+
+
+def test_an_encoder_and_labels_that_are_no_class_are_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="sees the tokens that it predicts"):
+        run_script(LANGUAGE_MODEL, data, tmp_path / "out", "--config_name", data[DEFECTS][1])
+    (tmp_path / "share.jsonl").write_text(json.dumps({"func": "int f()", "target": 0.9}))
+    with pytest.raises(KeyError, match=r"0\.9"):
+        run_script(DEFECTS, data, tmp_path / "out", "--train_file", tmp_path / "share.jsonl")
