@@ -34,7 +34,7 @@ def parse_args():
     start.add_argument("--model_name_or_path", help="a pretrained model: a folder or a name on the Hub")
     start.add_argument("--config_name", help="or, with --tokenizer_name, a model's config, for random weights")
     add("--tokenizer_name", help="default: the model's own")
-    add("--rsa", default="default", help="RSAConfig as JSON; default: RSAConfig(); from_scratch: its method; or none")
+    add("--rsa", default="default", help="RSAConfig as JSON, default, from_scratch, or none: the model as it is")
     add("--rsa_learning_rate", type=float, help="of gates and rates; default: parameter_scale x learning_rate")
     add("--dataset_name", help="a data set on the Hub with splits train and validation")
     add("--dataset_config_name", help="which of its configurations")
