@@ -84,7 +84,7 @@ def load_blocks(args, tokenizer, block_size):
     else:
         texts = DatasetDict()
         for split, file in {"train": args.train_file, "validation": args.validation_file}.items():
-            kind = next((kind for kind in ("json", "csv") if f".{kind}" in file), "text")
+            kind = next((kind for kind in ("json", "csv") if f".{kind}" in Path(file).name), "text")
             texts[split] = load_dataset(kind, data_files=file, split="train").select_columns(args.text_column_name)
 
     def group(rows):
