@@ -192,8 +192,12 @@ def _read(batches: Iterable[Mapping[str, Any]], most: int) -> list[dict[str, Any
     for batch in batches:
         if not isinstance(batch, Mapping):
             raise TypeError(f"a batch is a {type(batch).__name__}: a dict of tensors by name is needed.")
-        if (size := find_batch_size(batch)) is None:
-            raise ValueError(f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor with rows.")
+        size, ids = find_batch_size(batch), batch.get("input_ids")
+        if size is None or (isinstance(ids, Tensor) and ids.dim() == 1):
+            raise ValueError(
+                f"a batch with {', '.join(batch) or 'nothing'} in it has no tensor with rows: give batches of them, "
+                "such as DataLoader(rows, batch_size=4)."
+            )
         chosen, labels = torch.arange(size, device="cpu"), batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() > 1:
             chosen = (labels != IGNORED_LABEL).flatten(1).any(1).nonzero()[:, 0]

@@ -1,14 +1,12 @@
 """`rsa-hf audit`."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import list_keys, task_module
+from rsa_hf.cli.common import list_keys, task_module, writable
 from rsa_hf.utils.files import write_text
-from rsa_hf.utils.locate import expanded
 from rsa_hf.utils.text import finite_or_null
 
 
@@ -25,8 +23,9 @@ def audit(
 
     Example: rsa-hf audit --train_file train.jsonl --validation_file valid.jsonl --test_file test.jsonl
     """
+    file = None if output is None else writable(output)
     defect = task_module("defect")
     report = defect.audit_data(context.args)
     print(defect.format_audit(report))
-    if output is not None:
-        write_text(Path(expanded(output)), json.dumps(finite_or_null(report), indent=2) + "\n")
+    if file is not None:
+        write_text(file, json.dumps(finite_or_null(report), indent=2) + "\n")

@@ -1,5 +1,6 @@
 """What the commands share: how they end after a mistake, the hooks, loading a model, the settings of a run."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import typer
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from rsa_hf.utils.locate import locate
+from rsa_hf.utils.locate import expanded, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +68,15 @@ WITH_SETTINGS: Any = {
     "options_metavar": "[--key value …]",
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
+
+
+def writable(name: str) -> Path:
+    """A path to write to, checked before the work that takes long; a ValueError if it is in no place to write in."""
+    path = Path(expanded(name))
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not os.access(place, os.W_OK) or (not place.is_dir() and place != path.absolute()):
+        raise ValueError(f"{path} cannot be written: {place} is no folder to write in. Choose another path.")
+    return path
 
 
 def task_module(task: str) -> Any:

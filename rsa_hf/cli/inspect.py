@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import install_hooks, load_checkpoint
+from rsa_hf.cli.common import install_hooks, load_checkpoint, writable
 
 
 def inspect(
@@ -24,14 +24,14 @@ def inspect(
     from rsa_hf.utils.locate import expanded
     from rsa_hf.utils.text import finite_or_null
 
+    picture = None if plot is None else writable(plot)
     model = load_checkpoint(expanded(path))
     if not is_patched(model):
         raise ValueError(f"{path} is a plain checkpoint: it has no RSA heads. Patch it first: rsa-hf patch.")
     report = rsa_report(model)
     print(json.dumps(finite_or_null(report.to_dict()), indent=2) if as_json else report)
-    if plot is not None:
+    if picture is not None:
         from rsa_hf.plots import plot_rem
 
-        picture = expanded(plot)
         plot_rem(report, picture)
         print(f"written: {picture}", file=sys.stderr if as_json else sys.stdout)

@@ -1,12 +1,11 @@
 """`rsa-hf patch`."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rsa_hf.cli.common import install_hooks, load_checkpoint
+from rsa_hf.cli.common import install_hooks, load_checkpoint, writable
 from rsa_hf.utils.locate import expanded
 
 if TYPE_CHECKING:
@@ -48,12 +47,9 @@ def patch(
 
 def new_folder(name: str, overwrite: bool) -> Path:
     """The folder that a checkpoint is written into; it must be new or empty, and in a place that can be written to."""
-    out = Path(expanded(name))
+    out = writable(name)
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
         raise ValueError(f"{out} exists and is not an empty folder. Choose another one, or give --overwrite.")
-    place = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"{out} cannot be written: no permission in {place}. Choose another folder.")
     return out
 
 

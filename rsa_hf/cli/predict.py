@@ -1,14 +1,12 @@
 """`rsa-hf predict`."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rsa_hf.cli.common import list_keys, task_module
+from rsa_hf.cli.common import list_keys, task_module, writable
 from rsa_hf.utils.files import write_text
-from rsa_hf.utils.locate import expanded
 
 
 def predict(
@@ -26,9 +24,10 @@ def predict(
 
     Example: rsa-hf predict outputs/defect_minilm functions.jsonl --output scores.jsonl
     """
+    file = None if output is None else writable(output)
     found = task_module("defect").predict(model, functions, context.args)
     lines = "".join(json.dumps(each) + "\n" for each in found)
-    if output is None:
+    if file is None:
         print(lines, end="")
     else:
-        write_text(Path(expanded(output)), lines)
+        write_text(file, lines)

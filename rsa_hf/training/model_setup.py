@@ -165,13 +165,13 @@ def patch_for_run(
     was shown. Returns the calibration's scores: the losses before training, without and with RSA heads.
     """
     settings, args = run.rsa.calibrate, run.training
-    if is_patched(model) and "rsa" not in run.given:
+    if is_patched(model):
+        if "rsa" in run.given:
+            raise ValueError("rsa is given, but the checkpoint has RSA heads already. Leave rsa out to train them.")
         return {}
     if settings is None:
         if run.rsa.config is not None:
             patch_model(model, run.rsa.config)
-        elif is_patched(model):
-            raise ValueError("rsa: none, but the checkpoint has RSA heads. Leave rsa out to train them.")
         return {}
     path = args.folder / "calibration.json"
     with args.main_process_first():

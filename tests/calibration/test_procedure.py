@@ -140,9 +140,8 @@ def test_few_rows_show_the_gain_or_say_how_many_could(shifted, seed):
 
 def test_many_rows_without_a_gain_are_enough():
     torch.manual_seed(0)
-    found = run_calibration(
-        language_model(), [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (4, 16, T))]
-    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (4, 16, T))]
+    found = run_calibration(language_model(), rows)
     assert not found.heads and found.gain <= 0
     assert found.rows_needed is None and str(found).endswith("There is no gain on held-out rows")
 
@@ -160,6 +159,7 @@ def with_a_nan():
         (language_model, lambda: [{"input_ids": text(16)}], ValueError, "gives no loss for batches with input_ids"),
         (language_model, lambda: batches(4), ValueError, "4 rows, but at least 12"),
         (language_model, lambda: [{"labels": [1, 2]}], ValueError, "a batch with labels in it has no tensor"),
+        (language_model, lambda: [{"input_ids": text(16)[0]}], ValueError, "give batches of them, such as DataLoader"),
         (language_model, lambda: [text(16)], TypeError, "a batch is a Tensor"),
         (with_a_nan, batches, ValueError, "loss on a batch is nan"),
         (lambda: patch_model(language_model()), batches, ValueError, "patched already"),

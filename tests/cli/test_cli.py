@@ -66,7 +66,7 @@ def test_patch_keeps_the_class_the_weights_and_the_tokenizer(run, tmp_path, toke
         (["calibrate", "{base}", "out", "--text", "text.txt", "--block-size", "9999"], "--block-size=9999: from"),
         (["calibrate", "{base}", "out", "--text", "text.txt", "--block-size", "300"], "--block-size=300: the model"),
         (["calibrate", "{masked}", "out", "--text", "text.txt"], "--text is for causal language models"),
-        (["inspect", "text.txt"], "there is no such folder"),
+        (["inspect", "{patched}", "--plot", "text.txt/x.png"], "text.txt/x.png cannot be written"),
         (["doctor", "--model", "./absent"], "there is no such folder"),
         (["inspect", "{base}"], "plain checkpoint"),
         (["inspect", "adapter"], "adapter is a PEFT adapter, not a model"),
