@@ -8,13 +8,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from rsa_hf.config import LayerSpec
 from rsa_hf.layer import RSAHeads
-
-# transformers searches parameter names for this pattern while it loads; its own tests want it to match their ends.
-_KEEP_IN_FLOAT32 = r"(?<![^.])rsa\.(?:mu|eta|nu|theta|free_lags)$"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -84,10 +80,3 @@ def detach_heads(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module._modules.get("rsa"), RSAHeads):
             del module._modules["rsa"]
-        if isinstance(module, PreTrainedModel) and module._keep_in_fp32_modules_strict:
-            module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {_KEEP_IN_FLOAT32}
-
-
-def keep_in_float32(model: PreTrainedModel) -> None:
-    """Let transformers load RSA parameters in float32, whatever the model's dtype."""
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), _KEEP_IN_FLOAT32}

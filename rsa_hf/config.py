@@ -112,8 +112,8 @@ class RSAConfig:
             one per head where `heads` names them. A shared μ starts at the gate of the layer's first RSA head.
         layers: ascending indices of the self-attention layers to patch, counted over all self-attention modules of
             the model in module order (for an encoder-decoder: the encoder's first). None: every layer.
-        causal: True for masked REMs, False for unmasked ones, or one such value per patched layer; None: the direction
-            of the attention module.
+        causal: True for masked REMs, False for unmasked ones, which still see no key that attention hides, or one such
+            value per patched layer; None: the direction of the attention module.
         parameter_scale: RSA parameters are stored as value / parameter_scale, so that Adam and its relatives move
             the values parameter_scale times as fast as the weights. 1 stores the plain values: 1,000 steps of Adam
             at 5e-5 then move a gate's μ by about 0.05.

@@ -179,8 +179,8 @@ def _with_direction(config: RSAConfig, calls: Mapping[str, AttentionCall]) -> RS
     if unknown:
         raise ValueError(
             f"{shorten(unknown)} ({type(calls[unknown[0]].module).__name__}): the modules do not say whether they are "
-            "causal, and no mask shows it on the meta device, or where probe_inputs end in padding. Set causal=True "
-            "or causal=False in RSAConfig."
+            "causal, and no mask shows it on the meta device, or where probe_inputs end in padding. Set causal in "
+            "RSAConfig: True, False, or a list of one of them for each layer."
         )
     directions = tuple(bool(call.causal) for call in calls.values())
     if all(call.stated is call.causal for call in calls.values()):

@@ -151,8 +151,9 @@ def saved_plans(config: PreTrainedConfig) -> list[Any]:
 
 
 def with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A config and the configs in it."""
-    return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]
+    """A config and the configs in it, at any depth."""
+    inner = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    return [config, *(part for each in inner for part in with_parts(each))]
 
 
 def text_config(config: Any) -> Any:

@@ -33,8 +33,6 @@ def test_transformer_xl_has_the_published_number_of_parameters(layers, plain, rs
 def test_block_recurrent_has_rsa_heads_in_all_layers_but_the_recurrent_one(corpus):
     name = f"lm_{corpus}_block_recurrent"
     assert size(name) == size(name, "--rsa", "none") + 13 * 5
-    # A layer is as large as Transformer-XL's, except for relative positions, biases and norms.
-    assert size("lm_text8_block_recurrent", "--rsa", "none") == pytest.approx(47_789_595, rel=0.1)
 
 
 def test_a_tiny_version_of_each_config_trains(tmp_path):

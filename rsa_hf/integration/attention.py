@@ -113,6 +113,7 @@ def _attention_with_rsa(
         flash=None if masks in _WITH_WINDOWS else keywords,
         positions=positions_of_queries(module, keywords) if has_more_keys or attention_mask is not None else None,
         start=start_of_queries(keywords, T) if 1 < T < S else None,
+        hides_later=masks in (_SDPA_MASKS, _FLASH_MASKS),
     )
     return mixed, result[1]
 
@@ -243,7 +244,7 @@ def wrap_class(path: str, name: str) -> Architecture:
         if calls is not None:
             with trial.marking():
                 row.run(self, original, call, record)
-        return row.run(self, original, call, functools.partial(mix_recurrence, self))
+        return row.run(self, original, call, functools.partial(mix_recurrence, self, hides_later=row.is_always_causal))
 
     method._rsa_hf_architecture = row  # type: ignore[attr-defined]
     setattr(cls, row.method, method)
@@ -269,20 +270,22 @@ def mix_recurrence(
     flash: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
     start: int | None = None,
+    hides_later: bool = False,
 ) -> Tensor:
     """Mix P V into the output of attention, [B, T, H, D], if the module has RSA heads.
 
     V, [B, Hv, S, D], includes cached positions or memories. The plan's direction overrides `causal`, that of the call.
     `mask` says which keys are seen, as in `read_attention_mask`; `sliding_window`, or `flash`, the keywords of a call
     of flash attention, say what it does not. `positions`, [B or 1, T], are those of the queries in their texts, if the
-    cache keeps all keys; `start` is the first of them in any case. Raises a ValueError if nothing says whether
-    attention is causal, the layer has other heads than when it was patched, the cache has lost keys, or there is
-    padding between keys.
+    cache keeps all keys; `start` is the first of them in any case. With `hides_later`, attention of a causal call
+    hides later keys even if its mask does not, so the plan cannot show them. Raises a ValueError if nothing says
+    whether attention is causal, the layer has other heads than when it was patched, the cache has lost keys, or there
+    is padding between keys.
     """
     rsa = heads_of(module)
     if rsa is None:
         return attention
-    if rsa.spec.causal is not None:
+    if rsa.spec.causal is not None and not (hides_later and causal and getattr(mask, "ndim", 2) == 2):
         causal = rsa.spec.causal
     elif getattr(rsa.model_config, "is_causal", None) is False:
         causal = False  # modules that do not use the interface see this only in their mask

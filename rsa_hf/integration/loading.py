@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from rsa_hf.children import attach_heads, heads_of, keep_in_float32
+from rsa_hf.children import attach_heads, heads_of
 from rsa_hf.integration.attention import architecture_of, connect
 from rsa_hf.integration.peft.adapter_plan import require_adapter_file
 from rsa_hf.integration.split_layers import require_whole_sequence
@@ -67,8 +67,6 @@ def _attach_from_config(model: PreTrainedModel) -> list[RSAHeads]:
             f"config.rsa names {shorten(wrong)} ({shorten(kinds)}), which is not self-attention of this "
             f"{type(base).__name__}: its RSA heads would never run. Load the model with the config it was saved with."
         )
-    if found:
-        keep_in_float32(model)
     return attach_heads(list(found.values()))
 
 

@@ -140,8 +140,8 @@ def test_few_rows_show_the_gain_or_say_how_many_could(shifted, seed):
 
 def test_many_rows_without_a_gain_are_enough():
     torch.manual_seed(0)
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB, (4, 16, T))]
-    found = run_calibration(language_model(), rows)
+    model, noise = language_model(), torch.randint(VOCAB, (4, 16, T))
+    found = run_calibration(model, [{"input_ids": ids, "labels": ids} for ids in noise])
     assert not found.heads and found.gain <= 0
     assert found.rows_needed is None and str(found).endswith("There is no gain on held-out rows")
 

@@ -148,10 +148,7 @@ def test_inspect_prints_the_report_as_text_json_and_picture(run, patched, tmp_pa
 
 def test_doctor_finds_no_fault_here(run):
     code, out, _ = run("doctor")
-    assert code == 0, out
-    assert "FAIL" not in out
-    for words in ("AttentionInterface.get_interface", "self-check, cpu", "shut gates change no bit", "all is well"):
-        assert words in out
+    assert code == 0 and "self-check, cpu" in out and "FAIL" not in out, out
 
 
 def test_doctor_reports_broken_hooks_and_a_broken_product(run, monkeypatch):

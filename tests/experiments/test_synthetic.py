@@ -83,6 +83,5 @@ def test_the_verdict_follows_the_paper_s_rule(mean, half, verdict):
         return Row(settings, "rsa / linear", mean, mean - half, mean + half, 5)
 
     rows = Rows([row("loss", "tanh", mean, half), row("loss", "relu", 0.8, 0.1), row("early", "tanh", 0.5, 0.01)])
-    assert conclude(rows).verdict == verdict
-    longer = conclude(Rows([*rows, row("loss", "tanh", 1.3, 0.1, length=300)]))
-    assert longer.verdict == verdict and len(longer.findings) == len(conclude(rows).findings) + 1
+    longer = Rows([*rows, row("loss", "tanh", 1.3, 0.1, length=300)])
+    assert conclude(rows).verdict == conclude(longer).verdict == verdict

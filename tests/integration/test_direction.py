@@ -79,6 +79,11 @@ def test_a_last_token_on_its_own_does_not_hide_the_direction(sizes, attention):
     assert effect_of_later_tokens(model) > 0.01
 
 
+@pytest.mark.parametrize("name", ["llama", "openai-gpt"])
+def test_the_plan_cannot_show_tokens_that_attention_hides(name):
+    assert effect_of_later_tokens(patch_model(build_with(name), {**ALL_HEADS.to_dict(), "causal": False})) == 0
+
+
 def test_a_keyword_says_the_direction_of_one_call():
     model = patch_model(build_with("xglm"), ALL_HEADS)
     assert effect_of_later_tokens(model, is_causal=False) > 0.01

@@ -29,18 +29,12 @@ FREE_HEADS = (
     HeadConfig(1, 1, "sin", decay=0.8, gate=0.4, theta=0.7),
     HeadConfig(1, 2, "cos", decay=0.6, gate=0.4, theta=2.0, free_lags=(-0.3, 0.8, 0.1)),
 )
-WITH_COUNTS = {
-    "num_regular": 1,
-    "num_dilated_cyclical_pairs": 1,
-    "dilation": [2, 3],
-    "gate_init": 0.2,
-    "theta_init": 0.9,
-}
+COUNTED = {"num_regular": 1, "num_dilated_cyclical_pairs": 1, "dilation": [2, 3], "gate_init": 0.2, "theta_init": 0.9}
 WITH_HEADS = RSAConfig(heads=HEADS)
 CONFIGS = {
     "named": WITH_HEADS,
     "named, free lags": RSAConfig(heads=FREE_HEADS, num_free_lags=3),
-    "free lags": RSAConfig(**WITH_COUNTS, num_free_lags=2),
+    "free lags": RSAConfig(**COUNTED, num_free_lags=2),
 }
 
 
@@ -86,7 +80,7 @@ def test_cached_runs_with_free_lags_agree_with_the_whole_text():
 @torch.no_grad()
 def test_free_lags_start_as_the_papers():
     model, batch = build("llama"), inputs("llama", padding=3)
-    paper = patch_model(copy.deepcopy(model), RSAConfig(**WITH_COUNTS))
+    paper = patch_model(copy.deepcopy(model), RSAConfig(**COUNTED))
     free = patch_model(model, CONFIGS["free lags"])
     torch.testing.assert_close(free(**batch)[0], paper(**batch)[0], rtol=1e-5, atol=1e-6)
     heads = free.layers[0].self_attn.rsa

@@ -191,6 +191,20 @@ def test_changed_layers_of_a_part_are_not_saved(change, tmp_path):
         model.save_pretrained(tmp_path / "after")
 
 
+@torch.no_grad()
+def test_a_part_of_a_part_loads_in_half_precision_with_its_rates_unrounded(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 99, **sizes}
+    images = {"model_type": "siglip_vision_model", "image_size": 14, "patch_size": 14, **sizes}
+    inner = transformers.PaliGemmaConfig(text_config=text, vision_config=images, image_token_index=98)
+    model = transformers.ColPaliForRetrieval(transformers.ColPaliConfig(vlm_config=inner))
+    trained(model.get_decoder(), {"num_regular": 1, "num_free_lags": 2})
+    model.save_pretrained(tmp_path)
+    loaded = transformers.ColPaliForRetrieval.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    rates = {name: value for name, value in model.state_dict().items() if ".rsa." in name}
+    assert len(rates) == 3 and all(torch.equal(loaded[name], value) for name, value in rates.items())
+
+
 @pytest.mark.parametrize("is_wrapped_first", [False, True])
 def test_wrapped_layers_are_saved_under_their_own_names(is_wrapped_first, tmp_path):
     model = build_language_model("llama")

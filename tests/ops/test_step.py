@@ -32,7 +32,7 @@ def tensors(H=6, Hv=6, D=16, dtype=torch.float64):
 
 def row(value, seen=None, window=None):
     """The mask of a last query, read as it is in a model."""
-    mask = None if seen is None else seen[:, None, None]
+    mask = None if seen is None else seen[:, :, None]
     return read_attention_mask(
         value[:, :, :1].transpose(1, 2), value, mask, causal=True, aligned_top_left=True, sliding_window=window
     )
@@ -64,20 +64,21 @@ def test_a_step_agrees_with_dense_p(backend, dtype, tolerance, make, H, Hv, D):
         D = min(D, 64 if dtype == torch.float32 else 17)
         dtype, tolerance = (torch.float16, 3e-3) if dtype == torch.float64 else (dtype, tolerance)
     heads, (attention, value), slots = make(H).to(device()), tensors(H, Hv, D, dtype), torch.arange(S, device=device())
-    padding = slots >= torch.tensor([[7], [0]], device=device())
+    padding = slots >= torch.tensor([[[7]], [[0]]], device=device())
     masks = {
         "none": (None, S - 1, None),
         **{f"window of {w}": (None, S - 1, w) for w in (1, 2, 9)},
         "left padding": (padding, S - 1, None),
-        "static cache": ((slots <= 30).expand(2, -1), 30, None),
+        "static cache": ((slots <= 30).expand(2, 1, -1), 30, None),
+        "other keys for each head": ((torch.rand(2, H, S, device=device()) < 0.7) | (slots == S - 1), S - 1, None),
         "static cache and padding": ((slots <= 30) & padding, 30, None),
     }
     if backend == "triton" and dtype != torch.float32:
         masks = {name: masks[name] for name in ("window of 9", "static cache and padding")}
     for name, (seen, position, window) in masks.items():
-        visible = torch.ones(2, S, dtype=torch.bool, device=device()) if seen is None else seen
+        visible = torch.ones(2, 1, S, dtype=torch.bool, device=device()) if seen is None else seen
         visible = visible & (position - slots < (window or S))
-        expected = expected_step(heads, attention, value, position, visible[:, None, None])
+        expected = expected_step(heads, attention, value, position, visible[:, :, None])
         hidden = value.clone()
         if window is not None:
             hidden[:, :, : S - window] = math.nan  # not to be read
@@ -103,7 +104,7 @@ def test_tensors_of_any_layout_agree(order):
 def test_a_compiled_step_reads_v_in_half_precision_without_a_copy(make):
     """A matrix product would take a copy of the cache in float32."""
     heads, (attention, value), graphs = make(8), tensors(8, 4, dtype=torch.bfloat16), []
-    mask = row(value, (torch.arange(S) <= 30).expand(2, -1))
+    mask = row(value, (torch.arange(S) <= 30).expand(2, 1, -1))
     keep = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
     with torch.no_grad():
         found = torch.compile(lambda *given: heads(*given, mask), backend=keep, fullgraph=True)(attention, value)
@@ -171,7 +172,7 @@ class NoWaiting(TorchDispatchMode):
 
 def test_no_step_waits_for_the_device():
     heads, (attention, value) = layer(), tensors()
-    mask = (torch.arange(S) <= 30).expand(2, -1)
+    mask = (torch.arange(S) <= 30).expand(2, 1, -1)
 
     def steps():
         step(heads, attention, value)

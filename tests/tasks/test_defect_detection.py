@@ -63,29 +63,19 @@ def test_codexglue_finds_the_accuracy_of_a_run(data_folder, tmp_path):
     assert predictions.keys() == answers.keys()
     assert len(lines) == scores["test_num_examples"] == 400
     assert sum(predictions[idx] == answers[idx] for idx in answers) / 400 == scores["test_accuracy"]
-    # In another order, it is another.
-    in_order = zip(predictions.values(), map(answers.get, sorted(answers)), strict=True)
-    assert sum(prediction == answer for prediction, answer in in_order) / 400 != scores["test_accuracy"]
     # The other scores follow from `predictions.jsonl` alone.
     rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
     targets, probabilities = (np.array(x) for x in zip(*((answers[r["idx"]], r["score"]) for r in rows), strict=True))
     for at, classes in (("", probabilities > 0.5), ("_at_threshold", [row["label"] == "defective" for row in rows])):
         assert scores[f"test_f1{at}"] == pytest.approx(f1_score(targets, classes))
         assert scores[f"test_predicted_positive_share{at}"] == np.mean(classes)
-    clean = np.sort(probabilities[targets == 0])[::-1]
-    threshold = clean[int(0.005 * len(clean))]  # one more above it would be more than 0.5 %
-    assert scores["test_vd_score"] == pytest.approx(np.mean(probabilities[targets == 1] <= threshold))
     # A pipeline of transformers has the same scores, and `predict`, which reads no labels.
     files = [word for word in arguments if "_file=" in word]
     functions = [json.loads(line)["func"] for line in path.read_text().splitlines()]
     found = predict(str(output), str(path), files)
     assert [each["idx"] for each in found] == list(answers)
-    assert {each["label"] for each in found} <= {"clean", "defective"}
-    assert [each["label"] == "defective" for each in found] == [
-        each["score"] > scores["test_threshold"] for each in found
-    ]
-    classes = [int(each["score"] > 0.5) for each in found]
-    assert classes == [predictions[each["idx"]] for each in found]
+    assert all((each["label"] == "defective") == (each["score"] > scores["test_threshold"]) for each in found)
+    assert [int(each["score"] > 0.5) for each in found] == [predictions[each["idx"]] for each in found]
     classifier = pipeline("text-classification", str(output), top_k=None)
     assert classifier.tokenizer("puts('</s>');").input_ids.count(classifier.tokenizer.eos_token_id) == 1
     for each, answer in zip(found[:40], classifier(functions[:40], truncation=True), strict=True):

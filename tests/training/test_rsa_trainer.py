@@ -19,14 +19,14 @@ from small_runs import classifier, functions, gpt2, trainer
 @pytest.mark.parametrize("file", [None, "trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth"])
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path, file):
     """A truncated file, or no trainer_state.json, which is written last."""
-    trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
-    assert newest_whole_checkpoint(tmp_path) == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
-    path = tmp_path / "checkpoint-4" / (file or "trainer_state.json")
+    trainer(tmp_path, max_steps=10, save_strategy="steps", save_steps=5).train()
+    assert newest_whole_checkpoint(tmp_path) == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    path = tmp_path / "checkpoint-10" / (file or "trainer_state.json")
     if file is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-7])
-    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
     assert newest_whole_checkpoint(tmp_path / "nothing") is None
 
 

@@ -106,8 +106,9 @@ def test_other_data_or_settings_are_not_taken_for_the_same_run(tmp_path, defect,
         code, _, err = run(*words)
         assert code == 2 and "the data" in err
     data.write_text(functions.read_text())
-    code, _, err = run(*words, "--learning_rate", 1e-3)
-    assert code == 2 and "learning_rate" in err
+    for key, value in (("learning_rate", 1e-3), ("data_seed", 7)):
+        code, _, err = run(*words, f"--{key}", value)
+        assert code == 2 and key in err
     (tmp_path / "out" / "run.json").unlink()  # as of a Trainer of the user's own
     code, _, err = run(*words)
     assert code == 2 and "has checkpoints, but no run.json" in err
