@@ -228,7 +228,7 @@ def _self_attention_calls(
     classes = {type(module).__name__ for module in trial.modules()}
     raise ValueError(
         f"{type(trial).__name__} has no attention that can be patched: no self-attention module called transformers' "
-        "attention interface, and rsa_hf.integration.architectures has no entry for its classes (attention by name: "
+        "attention interface, and no class is among those of transformers that rsa_hf knows (attention by name: "
         f"{shorten(sorted(name for name in classes if 'attention' in name.lower())) or 'none'}). RSA mixes recurrence "
         "into softmax self-attention."
     )

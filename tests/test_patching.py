@@ -254,7 +254,7 @@ def test_a_model_that_is_patched_in_inference_mode_can_be_trained():
 @pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_what_was_compiled_before_is_compiled_again():
-    model = AutoModel.from_config(tiny_config("gptj", rotary_dim=4, num_hidden_layers=1)).eval()
+    model = AutoModel.from_config(tiny_config("bloom", n_layer=1)).eval()  # not through the attention interface
     compiled, ids = torch.compile(model, backend="eager"), inputs("gpt2")["input_ids"]
     plain = compiled(ids)[0]
     expected = patch_model(model, RSAConfig(**FULL_PLAN))(ids)[0]

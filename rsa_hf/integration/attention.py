@@ -185,12 +185,22 @@ def _note_in_graph(graphs: Any) -> None:
 
 
 def _require_heads_ran(module: nn.Module, args: Any, output: Any) -> None:
-    """Check, after the forward of a module around attention, that its RSA heads took part, unless it was compiled."""
+    """Check, after the forward of a module around attention, that its RSA heads took part."""
     if torch.compiler.is_compiling():
+        _require_heads_in_graph(module)
         return
     ran, trial.state.heads_ran = trial.state.heads_ran, False
-    if ran:
-        return
+    if not ran:
+        _require_heads_compiled(module)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_heads_in_graph(module: nn.Module) -> None:
+    if not trial.state.heads_ran:  # as they do between two graphs
+        _require_heads_compiled(module)
+
+
+def _require_heads_compiled(module: nn.Module) -> None:
     attention: Any = next((part for part in module.modules() if heads_of(part) is not None), None)
     if attention is None or attention._rsa_graphs.have_heads:
         return

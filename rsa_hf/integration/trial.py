@@ -165,7 +165,8 @@ def attention_output(result: Any, implementation: str, query: Tensor, value: Ten
     if is_pair and result[0].shape == (B, T, H, value.shape[3]):
         output: Tensor = result[0]
         return output
-    returned = f"{tuple(result[0].shape)}" if is_pair else f"{type(result).__name__}"
+    returned = f"{tuple(result[0].shape)}" if is_pair else f"a {type(result).__name__}"
+    returned += f" of {len(result)}" if isinstance(result, tuple) and not is_pair else ""
     raise ValueError(
         f"attn_implementation={implementation!r} returned {returned}: RSA needs (output, weights) with an output of "
         f"shape [batch, queries, heads, head size], here {(B, T, H, value.shape[3])}. A library that splits the "

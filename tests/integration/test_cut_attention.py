@@ -106,8 +106,9 @@ def test_attention_that_goes_round_its_heads_is_refused(replaced):
         model.layers[1].self_attn = Instead(attention)
     else:
         attention.forward = Instead(attention).forward
-    with pytest.raises(RuntimeError, match="LlamaAttention took no part"):
-        model(**batch)
+    for run in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(RuntimeError, match="LlamaAttention took no part"):
+            run(**batch)
     assert not any(module._forward_hooks for module in unpatch_model(model).modules())
     model(**batch)
 

@@ -161,8 +161,7 @@ def test_a_mask_of_more_keys_than_a_cache_has_kept_is_of_the_last_ones():
 def test_a_position_bias_hides_no_key_and_shows_none():
     bias = torch.randn(1, 3, 5, 5) * 50
     mask = torch.where(torch.ones(5, 5).tril().bool(), bias, MIN)
-    attention_mask = call(5, 5, mask)
-    assert (attention_mask.visible, attention_mask.key_mask) == (None, None)
+    assert (call(5, 5, mask).visible, call(5, 5, mask).key_mask) == (None, None)
     assert not call(5, 5, mask, causal=False).causal  # what is remembered is of one direction
     assert call(5, 5, torch.where(torch.ones(5, 5).tril().bool(), bias, bias - 10_000)).visible is None
 
